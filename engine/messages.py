@@ -1,0 +1,579 @@
+"""Every message that crosses a process border of the engine.
+
+Path: client.py -> router/process.py -> scheduler/process.py -> detokenizer/process.py -> client.py.
+
+Four kinds, four bases (docs/decisions/0001-rows-not-columns.md):
+
+* ``Request``  carries a required ``http_worker_ipc``; built only by ``client.SenderWrapper``.
+* ``Reply`` and ``Row``  go back to one inbox; built only by ``reply_to`` and ``row_for``, which copy
+  the address from the request, so it cannot be forgotten. A ``Batch`` is a list of rows.
+* ``Broadcast``  goes to every live lease.
+* ``Report``  goes to the one fixed router socket.
+
+``Part`` is a struct inside a message. A tagged type of no kind fails at import, and so does a field
+of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are seconds since the Unix
+epoch unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+
+import msgspec
+
+# How two consecutive rows of one request become one: see ``merge``.
+APPEND = "append"  # lists, strings and bytes: the later one goes behind the earlier one
+LATEST = "latest"  # the later one wins unless it is None
+ONCE = "once"  # appears in one row of a stream; kept from whichever row has it
+MERGE_RULES = frozenset({APPEND, LATEST, ONCE})
+
+
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A struct inside a message; never sent alone."""
+
+
+class Request(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """Asks for something. ``http_worker_ipc`` is the inbox that gets every answer."""
+
+    http_worker_ipc: str
+
+
+class Reply(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """Answers one control request."""
+
+    http_worker_ipc: str
+
+
+class Row(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """News of one generation request. ``seq`` style ordering is by arrival: one path per rid."""
+
+    rid: Annotated[str, ONCE]
+    http_worker_ipc: Annotated[str, ONCE]
+
+
+class Batch(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """A list of rows. It has no address of its own; its rows have."""
+
+
+class Broadcast(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """Goes to every live lease."""
+
+
+class Report(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+    """Goes to the router's reply socket."""
+
+
+# --------------------------------------------------------------------------- parts
+
+
+class SamplingParams(Part, frozen=True):
+    """One request's sampling. Defaults are SGLang's; ``-1`` for ``top_k`` means all tokens."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    seed: int | None = None  # None: the scheduler draws one, so a retracted row repeats itself
+
+
+class LogprobParams(Part, frozen=True):
+    """Which logprobs to return. ``start_len`` is a prompt index; -1 means output tokens only.
+
+    ``raw``: of the model's own distribution; else after temperature and penalties and before
+    top-k, top-p and min-p.
+    """
+
+    start_len: int = -1
+    top_num: int = 0
+    token_ids: tuple[int, ...] | None = None
+    raw: bool = False
+
+
+class Call(Part, frozen=True):
+    """Identity of a control call: answers are matched by ``id``; ``key`` makes it idempotent."""
+
+    id: str
+    deadline: float
+    key: str | None = None
+    actor: str = ""
+
+
+class Finish(Part, frozen=True):
+    """Why a request ended. ``stop`` and ``length`` are normal; ``abort`` covers all else."""
+
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str = ""
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+class TopLogprobs(Part):
+    """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length."""
+
+    ids: list[list[int]]
+    values: list[list[float]]
+
+
+class OutputLogprobs(Part):
+    """Logprobs of the new tokens of one row; every list is as long as the row's ``output_ids``."""
+
+    values: Annotated[list[float], APPEND]
+    top: Annotated[TopLogprobs | None, APPEND] = None
+    token_ids: Annotated[TopLogprobs | None, APPEND] = None
+
+
+class InputLogprobs(Part):
+    """Logprobs of prompt tokens from ``start_len`` on; the first value is None (no condition)."""
+
+    ids: Annotated[list[int], APPEND]
+    values: Annotated[list[float | None], APPEND]
+    top: Annotated[TopLogprobs | None, APPEND] = None
+    token_ids: Annotated[TopLogprobs | None, APPEND] = None
+
+
+class Hidden(Part):
+    """Hidden states, fp32 little endian: ``data`` is ``rows * width`` floats."""
+
+    width: Annotated[int, LATEST]
+    data: Annotated[bytes, APPEND]
+
+
+class Provenance(Part, frozen=True):
+    """What the first row of an answer tells about its start."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    dp_rank: int
+    queued_s: float  # from the router's acceptance to the first forward that held this request
+    weight_form: str = "plain"
+
+
+class DecodeParams(Part, frozen=True):
+    """What the detokenizer must know of a request; rides in its first token row."""
+
+    prompt_tail: list[int]  # last prompt ids, context for the first characters
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    return_bytes: bool = False
+    logprob_text: bool = False
+
+
+# --------------------------------------------------------------------------- rows
+
+
+class OutputRow(Row):
+    """Fields that token rows and text rows share."""
+
+    output_ids: Annotated[list[int], APPEND] = []
+    epochs: Annotated[list[tuple[int, int]], APPEND] = []  # runs (count, epoch) over output_ids
+    finish: Annotated[Finish | None, ONCE] = None  # the terminal row, exactly one per request
+    provenance: Annotated[Provenance | None, ONCE] = None
+    output_logprobs: Annotated[OutputLogprobs | None, APPEND] = None
+    input_logprobs: Annotated[InputLogprobs | None, APPEND] = None
+    entropy: Annotated[list[float] | None, APPEND] = None  # nats, one per output id
+    hidden: Annotated[Hidden | None, APPEND] = None
+    kv_epochs: Annotated[list[tuple[int, int]] | None, LATEST] = None  # runs over the context
+    made_at: Annotated[float, LATEST] = 0.0  # when the newest token of the row was sampled
+    retractions: Annotated[int, LATEST] = 0
+
+
+class TokenIDRow(OutputRow):
+    """Scheduler to detokenizer. ``decode`` is set in the first row of a request and only there."""
+
+    decode: Annotated[DecodeParams | None, ONCE] = None
+
+
+class StrRow(OutputRow):
+    """Detokenizer (or router, for refusals) to the inbox. ``text`` is the new text."""
+
+    text: Annotated[str, APPEND] = ""
+    raw_bytes: Annotated[bytes | None, APPEND] = None
+
+
+class BatchTokenIDOutput(Batch):
+    rows: list[TokenIDRow]
+
+
+class BatchStrOutput(Batch):
+    rows: list[StrRow]
+
+
+# --------------------------------------------------------------------------- requests
+
+
+class Reserve(Request):
+    """Asks for places before any tokenizing: answered with ``ReserveReply``.
+
+    ``rids`` are all children of ``parent`` (n samples or a batch); all or none are admitted.
+    """
+
+    parent: str
+    rids: list[str]
+    priority: int = 0
+    dp_rank: int | None = None
+    deadline: float | None = None
+
+
+class TokenizedGenerateReqInput(Request):
+    """One prompt, one answer. n samples and batches are several of these with one parent."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    stream: bool = True
+    logprob: LogprobParams | None = None
+    return_text_in_logprobs: bool = False
+    return_entropy: bool = False
+    return_hidden_states: bool = False
+    return_bytes: bool = False
+    priority: int = 0
+    extra_key: str | None = None
+    kv_reuse: Literal["isolate", "group", "share"] = "isolate"
+    dp_rank: int | None = None
+    received_at: float = 0.0
+    no_logs: bool = False
+
+
+class AbortReq(Request):
+    """Ends requests by exact rid (``prefix`` only when asked for) or all of them."""
+
+    call: Call
+    rid: str = ""
+    abort_all: bool = False
+    prefix: bool = False
+    reason: str = "aborted by the client"
+
+
+class EndRequests(Request):
+    """Router to a rank: these requests lost their owner or their detokenizer; free them."""
+
+    rids: list[str]
+    reason: str
+    silent: bool = False  # True: the router has already answered, send no row
+
+
+class GetFleetReqInput(Request):
+    """A true read of engine, workers and ranks: one round trip to the router."""
+
+    call: Call
+
+
+# --------------------------------------------------------------------------- replies
+
+
+class ReserveReply(Reply):
+    """``status_code`` 0 means admitted; else 409, 429 or 503 with a sentence and Retry-After."""
+
+    parent: str
+    status_code: int = 0
+    err_type: str = ""
+    message: str = ""
+    retry_after_s: int = 0
+    epoch: int = 0
+
+
+class ControlReply(Reply):
+    """The one answer to a control call. ``result`` is JSON-like and named per request type."""
+
+    call_id: str
+    success: bool
+    status_code: int = 200
+    err_type: str = ""
+    message: str = ""
+    result: dict[str, Any] = {}
+    ranks: list[RankAnswer] = []
+
+
+class RankAnswer(Part, frozen=True):
+    """What one rank said to a control call."""
+
+    dp: int
+    tp: int
+    success: bool
+    message: str = ""
+    result: dict[str, Any] = {}
+
+
+# --------------------------------------------------------------------------- reports
+
+
+class Lease(Report):
+    """A client (web worker, Celery process, command) is alive; renewed by a thread of its own."""
+
+    inbox: str
+    kind: Literal["web", "job", "command"]
+    worker_id: str
+    generation: int
+    pid: int
+    lag_s: float = 0.0  # of the client's event loop
+    streams: int = 0
+    rss_bytes: int = 0
+    since: float = 0.0
+    via: str = ""  # unix socket on which other workers reach this one
+
+
+class LeaseEnd(Report):
+    """An orderly goodbye: its requests are aborted at once."""
+
+    inbox: str
+    generation: int
+
+
+class RequestEnded(Report):
+    """These rids hold no slot and no block any more."""
+
+    rids: list[str]
+    dp: int
+
+
+class RankLoad(Report):
+    """A rank's heartbeat and load, published at least once a second and after every change."""
+
+    dp: int
+    tp: int
+    pid: int
+    generation: int
+    state: str
+    epoch: int
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0  # tokens
+    kv_total: int = 0  # tokens
+    tokens_per_s: float = 0.0
+    step: int = 0
+    step_s: float = 0.0  # duration of the newest step
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    rss_bytes: int = 0
+    address: str = ""
+    at: float = 0.0
+
+
+class RankReply(Report):
+    """A rank's answer to a fanned-out control request."""
+
+    call_id: str
+    answer: RankAnswer
+
+
+class RowsUndelivered(Report):
+    """The detokenizer could not deliver: this inbox took nothing for too long, or one rid grew."""
+
+    inbox: str
+    rids: list[str]
+    evict: bool
+
+
+class ProcessDown(Report):
+    """Launcher to router: a child is gone (its exit was seen by the parent)."""
+
+    role: Literal["rank", "detokenizer"]
+    index: int  # dp rank, or detokenizer number
+    tp: int = 0
+    reason: str = ""
+
+
+class ProcessUp(Report):
+    """A child is ready and listens on ``address``."""
+
+    role: Literal["rank", "detokenizer"]
+    index: int
+    address: str
+    generation: int
+    pid: int
+    tp: int = 0
+    info: dict[str, Any] = {}
+
+
+# --------------------------------------------------------------------------- broadcasts
+
+
+class WorkerView(Part):
+    id: str
+    kind: str
+    pid: int
+    ipc: str
+    streams: int
+    lag_s: float
+    rss_bytes: int
+    since: float
+    seen_at: float
+    via: str = ""
+    state: str = "ok"  # ok | lagging
+
+
+class RankView(Part):
+    dp: int
+    tp: int
+    pid: int
+    state: str
+    epoch: int
+    weight_version: str
+    token_step: int | None
+    running: int
+    waiting: int
+    kv_used: int
+    kv_total: int
+    tokens_per_s: float
+    step_s: float
+    rss_bytes: int
+    seen_at: float
+    cached_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+
+
+class EngineView(Part):
+    state: str
+    epoch: int | None
+    weight_version: str | None  # None: the groups differ, ``state`` is mixed
+    token_step: int | None
+    model: str
+    generation: int
+    reason: str = ""
+
+
+class FleetSnapshot(Broadcast):
+    """Once a second, to every inbox: the router's heartbeat and the live picture."""
+
+    seq: int
+    at: float
+    engine: EngineView
+    workers: list[WorkerView]
+    ranks: list[RankView]
+    counters: dict[str, int] = {}
+
+
+class Rejoin(Broadcast):
+    """To one inbox whose lease lapsed or is unknown: join again with a new inbox."""
+
+    inbox: str
+    reason: str
+
+
+# --------------------------------------------------------------------------- building answers
+
+ReplyT = TypeVar("ReplyT", bound=Reply)
+RowT = TypeVar("RowT", bound=Row)
+
+
+def reply_to(request: Request, kind: type[ReplyT], **fields: Any) -> ReplyT:
+    """A reply that goes where ``request`` came from."""
+    return kind(http_worker_ipc=request.http_worker_ipc, **fields)
+
+
+def row_for(request: Any, kind: type[RowT], **fields: Any) -> RowT:
+    """A row for the owner of ``request`` (anything with ``rid`` and ``http_worker_ipc``)."""
+    return kind(rid=request.rid, http_worker_ipc=request.http_worker_ipc, **fields)
+
+
+def by_inbox(rows: Iterable[RowT]) -> dict[str, list[RowT]]:
+    """Rows grouped by the inbox that must get them; knows no field but the address."""
+    boxes: dict[str, list[RowT]] = defaultdict(list)
+    for row in rows:
+        boxes[row.http_worker_ipc].append(row)
+    return boxes
+
+
+# --------------------------------------------------------------------------- merging rows
+
+
+@functools.cache
+def merge_rules(kind: type) -> dict[str, str]:
+    """Merge rule of each field of a row type or mergeable part, read from its annotations."""
+    rules: dict[str, str] = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for name in kind.__struct_fields__:  # type: ignore[attr-defined]
+        found = [m for m in getattr(hints[name], "__metadata__", ()) if m in MERGE_RULES]
+        if len(found) != 1:
+            raise TypeError(f"{kind.__name__}.{name} declares no merge rule")
+        rules[name] = found[0]
+    return rules
+
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
+
+
+def merge(earlier: StructT, later: StructT) -> StructT:
+    """One row that says what two consecutive rows of one request said."""
+    if type(earlier) is not type(later):
+        raise TypeError(f"cannot merge {type(earlier).__name__} with {type(later).__name__}")
+    merged = {
+        name: _merge_field(rule, getattr(earlier, name), getattr(later, name))
+        for name, rule in merge_rules(type(earlier)).items()
+    }
+    return type(earlier)(**merged)
+
+
+def _merge_field(rule: str, earlier: Any, later: Any) -> Any:
+    if later is None:
+        return earlier
+    if earlier is None or rule == LATEST:
+        return later
+    if rule == ONCE:
+        return earlier
+    if isinstance(earlier, TopLogprobs):
+        return TopLogprobs(ids=earlier.ids + later.ids, values=earlier.values + later.values)
+    if isinstance(earlier, msgspec.Struct):
+        return merge(earlier, later)
+    return earlier + later
+
+
+def join_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs ``(count, value)`` with neighbours of equal value joined."""
+    joined: list[tuple[int, int]] = []
+    for count, value in runs:
+        if joined and joined[-1][1] == value:
+            joined[-1] = (joined[-1][0] + count, value)
+        elif count:
+            joined.append((count, value))
+    return joined
+
+
+# --------------------------------------------------------------------------- the closed union
+
+KINDS: tuple[type, ...] = (Request, Reply, Row, Batch, Broadcast, Report)
+
+
+def _leaves(kind: type) -> list[type]:
+    below = kind.__subclasses__()
+    return [kind] if not below else [leaf for child in below for leaf in _leaves(child)]
+
+
+def _check() -> tuple[type, ...]:
+    """Every tagged struct of this module is of exactly one kind; every row field merges."""
+    for name, value in list(globals().items()):
+        if not (isinstance(value, type) and issubclass(value, msgspec.Struct)):
+            continue
+        kinds = [kind for kind in (*KINDS, Part) if issubclass(value, kind)]
+        if len(kinds) != 1:
+            raise TypeError(f"message {name} must have exactly one kind, has {kinds}")
+        if issubclass(value, Row) or value in (OutputLogprobs, InputLogprobs, Hidden):
+            merge_rules(value)
+    return tuple(leaf for kind in KINDS for leaf in _leaves(kind))
+
+
+ALL: tuple[type, ...] = _check()
