@@ -5,10 +5,10 @@ Path: client.py -> router/process.py -> scheduler/process.py -> detokenizer/proc
 Four kinds, four bases (docs/decisions/0001-rows-not-columns.md):
 
 * ``Request``  carries a required ``http_worker_ipc``; built only by ``client.SenderWrapper``.
-* ``Reply`` and ``Row``  go back to one inbox; built only by ``reply_to`` and ``row_for``, which copy
-  the address from the request, so it cannot be forgotten. A ``Batch`` is a list of rows.
+* ``Reply`` and ``Row``  go back to one inbox; built only by ``reply_to`` and ``row_for``, which
+  copy the address from the request, so it cannot be forgotten. A ``Batch`` is a list of rows.
 * ``Broadcast``  goes to every live lease.
-* ``Report``  goes to the one fixed router socket.
+* ``Report``  goes to one fixed socket (the router's, but for ``InboxGone``).
 
 ``Part`` is a struct inside a message. A tagged type of no kind fails at import, and so does a field
 of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are seconds since the Unix
@@ -63,7 +63,7 @@ class Broadcast(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
-    """Goes to the router's reply socket."""
+    """Goes to one fixed socket; nobody answers it."""
 
 
 # --------------------------------------------------------------------------- parts
@@ -254,8 +254,17 @@ class TokenizedGenerateReqInput(Request):
     no_logs: bool = False
 
 
+class Release(Request):
+    """Gives back reservations that will not be submitted. No answer."""
+
+    rids: list[str]
+
+
 class AbortReq(Request):
-    """Ends requests by exact rid (``prefix`` only when asked for) or all of them."""
+    """Ends requests by exact rid (``prefix`` only when asked for) or all of them.
+
+    The rid of a parent means all its children. A ``call.id`` of "" wants no answer.
+    """
 
     call: Call
     rid: str = ""
@@ -384,6 +393,12 @@ class RowsUndelivered(Report):
     inbox: str
     rids: list[str]
     evict: bool
+
+
+class InboxGone(Report):
+    """Router to detokenizers: nobody reads this inbox any more; forget its requests and socket."""
+
+    inbox: str
 
 
 class ProcessDown(Report):
