@@ -2,8 +2,8 @@
 
 Path: console/services -> here -> router/process.py -> ... -> detokenizer/process.py -> here.
 
-One client joins with one inbox and one lease. When the engine restarts or the lease is fenced, every
-open stream and call ends with an answer, and the client joins again with a new inbox.
+One client joins with one inbox and one lease. When the engine restarts or the lease is fenced,
+every open stream and call ends with an answer, and the client joins again with a new inbox.
 """
 
 from __future__ import annotations
