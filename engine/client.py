@@ -109,11 +109,11 @@ class SenderWrapper:
 
     def submit(self, kind: type[RequestT], **fields: Any) -> None:
         """Bulk lane: reservations and prompts. Raises when the router takes nothing."""
-        self._send(self._requests, kind(http_worker_ipc=self.inbox, **fields))
+        self._send(self._requests, m.stamped(self.inbox, kind, **fields))
 
     def control(self, kind: type[RequestT], **fields: Any) -> None:
         """Control lane: aborts and control calls, never behind a burst of prompts."""
-        self._send(self._control, kind(http_worker_ipc=self.inbox, **fields))
+        self._send(self._control, m.stamped(self.inbox, kind, **fields))
 
     def _send(self, socket: PushSocket, message: m.Request) -> None:
         if not socket.send(message):

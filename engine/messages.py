@@ -31,7 +31,7 @@ ONCE = "once"  # appears in one row of a stream; kept from whichever row has it
 MERGE_RULES = frozenset({APPEND, LATEST, ONCE})
 
 
-class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A struct inside a message; never sent alone."""
 
 
@@ -114,6 +114,117 @@ class Call(Part, frozen=True):
     actor: str = ""
 
 
+class WeightSource(Part, frozen=True):
+    """Where a bucket of weights comes from: a path, or a distributed group."""
+
+    kind: Literal["disk", "tensor", "distributed"]
+    path: str = ""
+    load_format: str = "auto"
+    names: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    group_name: str = ""
+    spool_path: str = ""  # where the coordinator rank writes what it received
+
+
+class RankOp(Part, frozen=True, tag=True):
+    """One thing that a rank does on the router's word."""
+
+
+class PauseRank(RankOp, frozen=True):
+    mode: Literal["abort", "retract", "in_place"]
+
+
+class ResumeRank(RankOp, frozen=True):
+    pass
+
+
+class FlushRank(RankOp, frozen=True):
+    pass
+
+
+class ListRequests(RankOp, frozen=True):
+    pass
+
+
+class PrepareWeights(RankOp, frozen=True):
+    """Read, check, shard and pack into staging, on a thread. Answer: checksum, names, bytes."""
+
+    staging_id: str
+    source: WeightSource
+    complete: bool = False  # True: refuse a source that lacks a parameter
+
+
+class CommitWeights(RankOp, frozen=True):
+    """Copy the staging into the live storages at the next step border."""
+
+    staging_id: str
+    epoch: int
+    retract: bool = False
+    flush: bool = False
+
+
+class DropWeights(RankOp, frozen=True):
+    staging_id: str
+
+
+class JoinGroup(RankOp, frozen=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class LeaveGroup(RankOp, frozen=True):
+    group_name: str
+
+
+class ReadWeights(RankOp, frozen=True):
+    name: str
+    truncate_size: int
+
+
+class ReleaseMemory(RankOp, frozen=True):
+    tags: tuple[str, ...]
+
+
+class ResumeMemory(RankOp, frozen=True):
+    tags: tuple[str, ...]
+
+
+class SlowDown(RankOp, frozen=True):
+    seconds: float
+
+
+class FreezeGC(RankOp, frozen=True):
+    pass
+
+
+class SetLogging(RankOp, frozen=True):
+    level: str
+
+
+RankOps = (
+    PauseRank
+    | ResumeRank
+    | FlushRank
+    | ListRequests
+    | PrepareWeights
+    | CommitWeights
+    | DropWeights
+    | JoinGroup
+    | LeaveGroup
+    | ReadWeights
+    | ReleaseMemory
+    | ResumeMemory
+    | SlowDown
+    | FreezeGC
+    | SetLogging
+)
+
+
 class Finish(Part, frozen=True):
     """Why a request ended. ``stop`` and ``length`` are normal; ``abort`` covers all else."""
 
@@ -124,14 +235,14 @@ class Finish(Part, frozen=True):
     err_type: str | None = None
 
 
-class TopLogprobs(Part):
+class TopLogprobs(Part, frozen=True):
     """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length."""
 
     ids: list[list[int]]
     values: list[list[float]]
 
 
-class OutputLogprobs(Part):
+class OutputLogprobs(Part, frozen=True):
     """Logprobs of the new tokens of one row; every list is as long as the row's ``output_ids``."""
 
     values: Annotated[list[float], APPEND]
@@ -139,7 +250,7 @@ class OutputLogprobs(Part):
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
 
-class InputLogprobs(Part):
+class InputLogprobs(Part, frozen=True):
     """Logprobs of prompt tokens from ``start_len`` on; the first value is None (no condition)."""
 
     ids: Annotated[list[int], APPEND]
@@ -148,7 +259,7 @@ class InputLogprobs(Part):
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
 
-class Hidden(Part):
+class Hidden(Part, frozen=True):
     """Hidden states, fp32 little endian: ``data`` is ``rows * width`` floats."""
 
     width: Annotated[int, LATEST]
@@ -260,13 +371,18 @@ class Release(Request):
     rids: list[str]
 
 
-class AbortReq(Request):
+class ControlReq(Request):
+    """A control call: exactly one ``ControlReply`` with the same ``call.id`` answers it."""
+
+    call: Call
+
+
+class AbortReq(ControlReq):
     """Ends requests by exact rid (``prefix`` only when asked for) or all of them.
 
     The rid of a parent means all its children. A ``call.id`` of "" wants no answer.
     """
 
-    call: Call
     rid: str = ""
     abort_all: bool = False
     prefix: bool = False
@@ -281,10 +397,162 @@ class EndRequests(Request):
     silent: bool = False  # True: the router has already answered, send no row
 
 
-class GetFleetReqInput(Request):
+class GetFleetReqInput(ControlReq):
     """A true read of engine, workers and ranks: one round trip to the router."""
 
-    call: Call
+
+class GetRequestsReqInput(ControlReq):
+    """The table of live requests: ``result["requests"]``, one map per request."""
+
+
+class GetEpochReqInput(ControlReq):
+    """What an epoch means (None: all known ones): ``result["epochs"]``."""
+
+    epoch: int | None = None
+
+
+class GetOutcomeReqInput(ControlReq):
+    """What became of an idempotency key: its reply, ``open`` or ``unknown``."""
+
+    key: str
+
+
+class PauseGenerationReqInput(ControlReq):
+    """No token is made until continue. The pause ends by itself after ``lease_s``."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+    lease_s: float | None = None
+
+
+class ContinueGenerationReqInput(ControlReq):
+    """Ends a pause; commits an implicit weight session that the pause opened."""
+
+
+class FlushCacheReqInput(ControlReq):
+    """Drops cached blocks that no live request holds; waits up to ``timeout_s`` for idleness."""
+
+    timeout_s: float = 0.0
+
+
+class DrainRankReqInput(ControlReq):
+    """Takes a dp group out of dispatch (``drain``) or back in."""
+
+    dp: int
+    drain: bool = True
+
+
+InFlight = Literal["finish", "in_place", "retract", "abort"]
+
+
+class WeightUpdate(ControlReq):
+    """What every weight update may say; SGLang's field names."""
+
+    token_step: int | None = None
+    weight_version: str | None = None
+    in_flight: InFlight | None = None  # None: "abort" with abort_all_requests, else "finish"
+    drain_timeout_s: float = 60.0
+    target: list[int] | None = None  # dp groups; None: all (fewer is a canary)
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    keep_pause: bool = False
+    torch_empty_cache: bool = False
+    dry_run: bool = False
+    session_id: str | None = None
+    checksum: str | None = None
+
+
+class BeginWeightUpdateReqInput(WeightUpdate):
+    """Opens a session: buckets stage until ``EndWeightUpdateReqInput`` commits or drops all."""
+
+
+class EndWeightUpdateReqInput(WeightUpdate):
+    """Ends a session as one epoch, or drops it."""
+
+    drop: bool = False
+
+
+class UpdateWeightFromDiskReqInput(WeightUpdate, kw_only=True):
+    """A safetensors file or directory under a configured root."""
+
+    model_path: str
+    load_format: str = "auto"
+    is_async: bool = False
+
+
+class UpdateWeightsFromTensorReqInput(WeightUpdate, kw_only=True):
+    """Named tensors as safetensors bytes, which the web worker spooled to ``path``."""
+
+    path: str
+    load_format: str = "safetensors"
+
+
+class UpdateWeightsFromDistributedReqInput(WeightUpdate, kw_only=True):
+    """Tensors that the trainer broadcasts in a group joined before."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+
+
+class InitWeightsUpdateGroupReqInput(ControlReq):
+    """Joins a torch.distributed group with a trainer; serving goes on meanwhile."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "gloo"
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlReq):
+    group_name: str = "weight_update_group"
+
+
+class UpdateWeightVersionReqInput(ControlReq):
+    """Relabels the present epoch; no request is touched unless asked for."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class GetWeightsByNameReqInput(ControlReq):
+    """The first ``truncate_size`` values of one parameter, from every rank."""
+
+    name: str
+    truncate_size: int = 100
+
+
+class ReleaseMemoryOccupationReqInput(ControlReq):
+    """Gives memory back while paused: ``kv_cache`` and ``weights``."""
+
+    tags: list[str] | None = None
+
+
+class ResumeMemoryOccupationReqInput(ControlReq):
+    tags: list[str] | None = None
+
+
+class SlowDownReqInput(ControlReq):
+    """Debugging: every forward sleeps so many seconds first; None or 0 ends it."""
+
+    forward_sleep_time: float | None = None
+
+
+class FreezeGCReq(ControlReq):
+    """Python's garbage collector stops looking at what exists now, in every rank."""
+
+
+class ConfigureLoggingReq(ControlReq):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class RankCall(Request):
+    """Router to one dp group: every rank of it answers with ``RankReply``."""
+
+    call_id: str
+    op: RankOps
 
 
 # --------------------------------------------------------------------------- replies
@@ -425,7 +693,7 @@ class ProcessUp(Report):
 # --------------------------------------------------------------------------- broadcasts
 
 
-class WorkerView(Part):
+class WorkerView(Part, frozen=True):
     id: str
     kind: str
     pid: int
@@ -439,7 +707,7 @@ class WorkerView(Part):
     state: str = "ok"  # ok | lagging
 
 
-class RankView(Part):
+class RankView(Part, frozen=True):
     dp: int
     tp: int
     pid: int
@@ -461,7 +729,7 @@ class RankView(Part):
     retractions: int = 0
 
 
-class EngineView(Part):
+class EngineView(Part, frozen=True):
     state: str
     epoch: int | None
     weight_version: str | None  # None: the groups differ, ``state`` is mixed
@@ -469,6 +737,12 @@ class EngineView(Part):
     model: str
     generation: int
     reason: str = ""
+
+
+class EpochLabel(Part, frozen=True):
+    weight_version: str
+    token_step: int | None = None
+    job: str = ""
 
 
 class FleetSnapshot(Broadcast):
@@ -479,6 +753,9 @@ class FleetSnapshot(Broadcast):
     engine: EngineView
     workers: list[WorkerView]
     ranks: list[RankView]
+    epochs: dict[int, EpochLabel] = {}  # the newest ones; older ones by GetEpochReqInput
+    pause_until: float | None = None
+    session: str | None = None  # the open weight session
     counters: dict[str, int] = {}
 
 
@@ -493,6 +770,14 @@ class Rejoin(Broadcast):
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 RowT = TypeVar("RowT", bound=Row)
+
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+
+def stamped(inbox: str, kind: type[RequestT], **fields: Any) -> RequestT:
+    """A request whose answers go to ``inbox``: for the owner of an inbox (client, router) only."""
+    return kind(http_worker_ipc=inbox, **fields)
 
 
 def reply_to(request: Request, kind: type[ReplyT], **fields: Any) -> ReplyT:
@@ -574,7 +859,7 @@ KINDS: tuple[type, ...] = (Request, Reply, Row, Batch, Broadcast, Report)
 
 
 def _leaves(kind: type) -> list[type]:
-    below = kind.__subclasses__()
+    below: list[type] = kind.__subclasses__()
     return [kind] if not below else [leaf for child in below for leaf in _leaves(child)]
 
 

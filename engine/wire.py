@@ -76,7 +76,7 @@ class PullSocket:
         self.malformed = 0
         self._codec = codec
         self._complained_at = float("-inf")
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, hwm)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -99,7 +99,7 @@ class PullSocket:
 
     def drain(self, limit: int = 1_000) -> list[Any]:
         """All messages that are here now, at most ``limit``."""
-        found = []
+        found: list[Any] = []
         while len(found) < limit and (message := self.receive()) is not None:
             found.append(message)
         return found
@@ -137,7 +137,7 @@ class PushSocket:
     def __init__(self, address: str, *, hwm: int = 20_000) -> None:
         check_address(address)
         self.address = address
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, hwm)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)

@@ -27,8 +27,14 @@ class Entry:
     pinned_dp: int | None = None
     dp: int | None = None
     accepted_at: float = 0.0
+    prompt_tokens: int = 0
     fingerprint: int = 0
     aborted: str | None = None  # the reason; final, also when it comes before the submit
+
+    @property
+    def http_worker_ipc(self) -> str:
+        """The owner, under the name that ``row_for`` copies."""
+        return self.inbox
 
 
 @dataclass(slots=True)

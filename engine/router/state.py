@@ -8,17 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.messages import EngineView, RankLoad, RankView
+from engine.router.weights import EpochRecord, Ledger
 
 FRESH_S = 10.0  # a rank whose heartbeat is older is not counted as able to serve
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """What an epoch means. ``version`` and ``token_step`` may repeat, the epoch cannot."""
-
-    epoch: int
-    version: str
-    token_step: int | None = None
 
 
 @dataclass(slots=True)
@@ -42,9 +34,13 @@ class EngineState:
     tp: int
     model: str
     generation: int
-    weights: dict[int, Weights]
+    ledger: Ledger
     control: str = "running"  # running | pausing | paused | updating
     ranks: dict[tuple[int, int], RankState] = field(default_factory=dict)
+    drained: set[int] = field(default_factory=set)  # up, but no new requests by an operator's word
+    resyncing: set[int] = field(
+        default_factory=set
+    )  # up, but not yet on the weights they should have
     reason: str = ""
     seq: int = 0
 
@@ -58,6 +54,11 @@ class EngineState:
 
     def serving_groups(self) -> list[int]:
         return [dp for dp in range(self.dp) if self.group_up(dp)]
+
+    def dispatch_groups(self) -> list[int]:
+        """Groups that take new requests. While groups differ during a commit, the newest ones."""
+        out = self.drained | self.resyncing
+        return [dp for dp in self.serving_groups() if dp not in out]
 
     def group_down(self, dp: int) -> None:
         for tp in range(self.tp):
@@ -84,14 +85,16 @@ class EngineState:
             return self.control
         if len({self.epoch_of(dp) for dp in serving}) > 1:
             return "mixed"
-        return "running" if len(serving) == self.dp else "degraded"
+        whole = len(serving) == self.dp and not self.resyncing and not self.ledger.lost
+        return "running" if whole else "degraded"
 
     def epoch_of(self, dp: int) -> int | None:
         load = self.ranks[dp, 0].load
         return load.epoch if load else None
 
-    def version_of(self, epoch: int | None) -> Weights:
-        return self.weights.get(epoch or 0, Weights(epoch or 0, "unknown"))
+    def version_of(self, epoch: int | None) -> EpochRecord:
+        known = self.ledger.epochs.get(epoch or 0)
+        return known or EpochRecord(epoch=epoch or 0, weight_version="unknown")
 
     def engine_view(self) -> EngineView:
         epochs = {self.epoch_of(dp) for dp in self.serving_groups()} - {None}
@@ -99,15 +102,22 @@ class EngineState:
         return EngineView(
             state=self.name,
             epoch=one.epoch if one else None,
-            weight_version=one.version if one else None,
+            weight_version=one.weight_version if one else None,
             token_step=one.token_step if one else None,
             model=self.model,
             generation=self.generation,
-            reason=self.reason,
+            reason=self.ledger.lost or self.reason,
         )
 
     def rank_views(self) -> list[RankView]:
         return [self._rank_view(rank) for rank in self.ranks.values()]
+
+    def _rank_state(self, rank: RankState) -> str:
+        if not rank.up or rank.load is None:
+            return "starting"
+        if rank.dp in self.resyncing:
+            return "resyncing"
+        return "draining" if rank.dp in self.drained else rank.load.state
 
     def _rank_view(self, rank: RankState) -> RankView:
         load = rank.load
@@ -116,9 +126,9 @@ class EngineState:
             dp=rank.dp,
             tp=rank.tp,
             pid=rank.pid,
-            state=load.state if rank.up and load else "starting",
+            state=self._rank_state(rank),
             epoch=weights.epoch,
-            weight_version=weights.version,
+            weight_version=weights.weight_version,
             token_step=weights.token_step,
             running=load.running if load else 0,
             waiting=load.waiting if load else 0,

@@ -17,7 +17,7 @@ import msgspec
 from engine.messages import InputLogprobs, LogprobParams, Part, SamplingParams
 
 
-class SlotBegin(Part):
+class SlotBegin(Part, frozen=True):
     """A slot gets a new tenant. ``history_ids`` are output ids made before a retraction."""
 
     slot: int
@@ -30,7 +30,7 @@ class SlotBegin(Part):
     return_hidden_states: bool = False
 
 
-class PlanRow(Part):
+class PlanRow(Part, frozen=True):
     """Run ``token_ids`` at positions ``start..`` of a slot; ``new_blocks`` extend its table.
 
     ``sample``: the last position's logits are sampled (false for all but the last prefill chunk).

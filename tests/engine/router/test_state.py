@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from engine.messages import RankLoad
-from engine.router.state import FRESH_S, EngineState, Weights
+from engine.router.state import FRESH_S, EngineState
+from engine.router.weights import EpochRecord, Ledger
 
 
 def state(dp: int = 2, tp: int = 1) -> EngineState:
-    weights = {1: Weights(1, "v1", 10), 2: Weights(2, "v2", 20)}
-    return EngineState(dp=dp, tp=tp, model="m", generation=1, weights=weights)
+    records = [EpochRecord(epoch=e, weight_version=f"v{e}", token_step=e * 10) for e in (1, 2)]
+    ledger = Ledger(epochs={record.epoch: record for record in records})
+    return EngineState(dp=dp, tp=tp, model="m", generation=1, ledger=ledger)
 
 
 def up(engine: EngineState, dp: int, tp: int = 0, epoch: int = 1, at: float = 100.0) -> None:
