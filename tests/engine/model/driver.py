@@ -88,6 +88,7 @@ class Driver:
     def finish(self) -> None:
         while self.running:
             self.step()
+        self.step()  # tells the runner of the last ends
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[list[int]]:
         """All prompts as one batch, to their ends."""
