@@ -21,8 +21,7 @@ NOT_FROM_ENV = frozenset(
         "model_path",
         "limits",
         "epoch",
-        "weight_version",
-        "token_step",
+        "weight_paths",
         "run_dir",
         "generation",
     )
@@ -77,9 +76,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 600.0
     pause_lease_s: float = 1800.0
     scripted_step_s: float = 0.0  # scripted backend: seconds per step
-    epoch: int = 1  # of the weights at ``model_path``; set by the launcher, like all below
-    weight_version: str = "default"
-    token_step: int | None = None
+    epoch: int = 1  # of the weights to start with; set by the launcher, like all below
+    weight_paths: tuple[str, ...] = ()  # where they are, later files win; (): ``model_path``
     run_dir: str = ""
     generation: int = 0  # grows with each engine start
 

@@ -41,6 +41,7 @@ from engine.process_guard import (
     die_with_parent,
     set_up_logging,
 )
+from engine.router.ledger import load_ledger
 from engine.runfile import RunFile, run_file_path, write_run_file
 from engine.wire import PushSocket
 
@@ -162,9 +163,8 @@ class Launcher:
         child.starts += 1
         child.ready = False
         child.started_at = time.monotonic()
-        config_file = Path(self._config.run_dir) / f"config-{self._config.generation}.json"
-        if not config_file.exists():
-            config_file.write_bytes(self._config.to_json())
+        config_file = Path(self._config.run_dir) / f"{child.name}.json".replace(" ", "-")
+        config_file.write_bytes(self._config_of(child).to_json())
         module, arguments = {
             "router": ("engine.router.process", []),
             "rank": ("engine.scheduler.process", [child.index, child.tp, child.starts]),
@@ -188,6 +188,16 @@ class Launcher:
         child.ready_pipe = os.fdopen(reader, "rb")
         self._selector.register(child.ready_pipe, selectors.EVENT_READ, child)
         log.info("started %s (pid %d)", child.name, child.process.pid)
+
+    def _config_of(self, child: Child) -> EngineConfig:
+        """A rank starts on the weights that its group should serve now."""
+        if child.role != "rank":
+            return self._config
+        ledger = load_ledger(self._config)
+        epoch = ledger.epoch_of(child.index)
+        return msgspec.structs.replace(
+            self._config, epoch=epoch, weight_paths=ledger.epochs[epoch].paths
+        )
 
     def _start_due(self) -> None:
         now = time.monotonic()

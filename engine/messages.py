@@ -10,8 +10,8 @@ Four kinds, four bases (docs/decisions/0001-rows-not-columns.md):
 * ``Broadcast``  goes to every live lease.
 * ``Report``  goes to one fixed socket (the router's, but for ``InboxGone``).
 
-``Part`` is a struct inside a message. A tagged type of no kind fails at import, and so does a field
-of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are seconds since the Unix
+``Part`` and ``Value`` are structs inside a message. A tagged type of no kind fails at import, and
+so does a field of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are seconds since the Unix
 epoch unless a name says otherwise.
 """
 
@@ -31,8 +31,12 @@ ONCE = "once"  # appears in one row of a stream; kept from whichever row has it
 MERGE_RULES = frozenset({APPEND, LATEST, ONCE})
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A struct inside a message; never sent alone."""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part that never changes once it is built."""
 
 
 class Request(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
@@ -69,7 +73,7 @@ class Report(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
 # --------------------------------------------------------------------------- parts
 
 
-class SamplingParams(Part, frozen=True):
+class SamplingParams(Value, frozen=True):
     """One request's sampling. Defaults are SGLang's; ``-1`` for ``top_k`` means all tokens."""
 
     max_new_tokens: int = 128
@@ -92,7 +96,7 @@ class SamplingParams(Part, frozen=True):
     seed: int | None = None  # None: the scheduler draws one, so a retracted row repeats itself
 
 
-class LogprobParams(Part, frozen=True):
+class LogprobParams(Value, frozen=True):
     """Which logprobs to return. ``start_len`` is a prompt index; -1 means output tokens only.
 
     ``raw``: of the model's own distribution; else after temperature and penalties and before
@@ -105,7 +109,7 @@ class LogprobParams(Part, frozen=True):
     raw: bool = False
 
 
-class Call(Part, frozen=True):
+class Call(Value, frozen=True):
     """Identity of a control call: answers are matched by ``id``; ``key`` makes it idempotent."""
 
     id: str
@@ -114,7 +118,7 @@ class Call(Part, frozen=True):
     actor: str = ""
 
 
-class WeightSource(Part, frozen=True):
+class WeightSource(Value, frozen=True):
     """Where a bucket of weights comes from: a path, or a distributed group."""
 
     kind: Literal["disk", "tensor", "distributed"]
@@ -127,7 +131,7 @@ class WeightSource(Part, frozen=True):
     spool_path: str = ""  # where the coordinator rank writes what it received
 
 
-class RankOp(Part, frozen=True, tag=True):
+class RankOp(Value, frozen=True, tag=True):
     """One thing that a rank does on the router's word."""
 
 
@@ -225,7 +229,7 @@ RankOps = (
 )
 
 
-class Finish(Part, frozen=True):
+class Finish(Value, frozen=True):
     """Why a request ended. ``stop`` and ``length`` are normal; ``abort`` covers all else."""
 
     type: Literal["stop", "length", "abort"]
@@ -235,14 +239,14 @@ class Finish(Part, frozen=True):
     err_type: str | None = None
 
 
-class TopLogprobs(Part, frozen=True):
+class TopLogprobs(Part):
     """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length."""
 
     ids: list[list[int]]
     values: list[list[float]]
 
 
-class OutputLogprobs(Part, frozen=True):
+class OutputLogprobs(Part):
     """Logprobs of the new tokens of one row; every list is as long as the row's ``output_ids``."""
 
     values: Annotated[list[float], APPEND]
@@ -250,7 +254,7 @@ class OutputLogprobs(Part, frozen=True):
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
 
-class InputLogprobs(Part, frozen=True):
+class InputLogprobs(Part):
     """Logprobs of prompt tokens from ``start_len`` on; the first value is None (no condition)."""
 
     ids: Annotated[list[int], APPEND]
@@ -259,14 +263,14 @@ class InputLogprobs(Part, frozen=True):
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
 
-class Hidden(Part, frozen=True):
+class Hidden(Part):
     """Hidden states, fp32 little endian: ``data`` is ``rows * width`` floats."""
 
     width: Annotated[int, LATEST]
     data: Annotated[bytes, APPEND]
 
 
-class Provenance(Part, frozen=True):
+class Provenance(Value, frozen=True):
     """What the first row of an answer tells about its start."""
 
     prompt_tokens: int
@@ -276,7 +280,7 @@ class Provenance(Part, frozen=True):
     weight_form: str = "plain"
 
 
-class DecodeParams(Part, frozen=True):
+class DecodeParams(Value, frozen=True):
     """What the detokenizer must know of a request; rides in its first token row."""
 
     prompt_tail: list[int]  # last prompt ids, context for the first characters
@@ -581,7 +585,7 @@ class ControlReply(Reply):
     ranks: list[RankAnswer] = []
 
 
-class RankAnswer(Part, frozen=True):
+class RankAnswer(Value, frozen=True):
     """What one rank said to a control call."""
 
     dp: int
@@ -693,7 +697,7 @@ class ProcessUp(Report):
 # --------------------------------------------------------------------------- broadcasts
 
 
-class WorkerView(Part, frozen=True):
+class WorkerView(Value, frozen=True):
     id: str
     kind: str
     pid: int
@@ -707,7 +711,7 @@ class WorkerView(Part, frozen=True):
     state: str = "ok"  # ok | lagging
 
 
-class RankView(Part, frozen=True):
+class RankView(Value, frozen=True):
     dp: int
     tp: int
     pid: int
@@ -729,7 +733,7 @@ class RankView(Part, frozen=True):
     retractions: int = 0
 
 
-class EngineView(Part, frozen=True):
+class EngineView(Value, frozen=True):
     state: str
     epoch: int | None
     weight_version: str | None  # None: the groups differ, ``state`` is mixed
@@ -739,7 +743,7 @@ class EngineView(Part, frozen=True):
     reason: str = ""
 
 
-class EpochLabel(Part, frozen=True):
+class EpochLabel(Value, frozen=True):
     weight_version: str
     token_step: int | None = None
     job: str = ""
@@ -868,7 +872,7 @@ def _check() -> tuple[type, ...]:
     for name, value in list(globals().items()):
         if not (isinstance(value, type) and issubclass(value, msgspec.Struct)):
             continue
-        kinds = [kind for kind in (*KINDS, Part) if issubclass(value, kind)]
+        kinds = [kind for kind in (*KINDS, Part, Value) if issubclass(value, kind)]
         if len(kinds) != 1:
             raise TypeError(f"message {name} must have exactly one kind, has {kinds}")
         if issubclass(value, Row) or value in (OutputLogprobs, InputLogprobs, Hidden):

@@ -17,7 +17,7 @@ import msgspec
 from engine.messages import InputLogprobs, LogprobParams, Part, SamplingParams
 
 
-class SlotBegin(Part, frozen=True):
+class SlotBegin(Part):
     """A slot gets a new tenant. ``history_ids`` are output ids made before a retraction."""
 
     slot: int
@@ -30,7 +30,7 @@ class SlotBegin(Part, frozen=True):
     return_hidden_states: bool = False
 
 
-class PlanRow(Part, frozen=True):
+class PlanRow(Part):
     """Run ``token_ids`` at positions ``start..`` of a slot; ``new_blocks`` extend its table.
 
     ``sample``: the last position's logits are sampled (false for all but the last prefill chunk).

@@ -6,6 +6,7 @@ and sends the plan to its followers over ipc; every rank of the group runs it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -15,7 +16,6 @@ from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import psutil
 
 from engine import messages as m
@@ -81,9 +81,12 @@ class Leader:
         self.config, self.runner, self.dp = config, runner, dp
         self._tokenizer = Tokenizer.load(Path(config.model_path))
         self.core = SchedulerCore(
-            config.limits, runner.info, dp=dp, stop_checker=self._stop_checker
+            config.limits,
+            runner.info,
+            dp=dp,
+            stop_checker=self._stop_checker,
+            epoch=config.epoch,
         )
-        self.core.set_epoch(config.epoch)
         self._inbox = PullSocket(config.scheduler_address(dp, start))
         self._router = PushSocket(config.router_reply_address)
         self._detokenizers = [
@@ -147,12 +150,12 @@ class Leader:
         load = self.core.load()
         self._reporter.send(
             now,
-            state=self.core.state,
-            epoch=self.core.epoch,
+            state="paused" if self.core.paused else "running",
+            epoch=self.runner.epoch,
             tokens_per_s=self._meter.rate(now, load.output_tokens),
             step=self._steps,
             step_s=self._meter.step_s,
-            **msgspec.structs.asdict(load),
+            **dataclasses.asdict(load),
         )
 
     # ------------------------------------------------------------------ messages
@@ -163,7 +166,9 @@ class Leader:
                 case m.TokenizedGenerateReqInput():
                     self.core.accept(message, time.time())
                 case m.EndRequests():
-                    self.core.abort(message.rids, message.reason, silent=message.silent)
+                    self.core.abort(
+                        message.rids, message.reason, now=time.time(), silent=message.silent
+                    )
                 case _:
                     log.warning("a rank does not take %s", type(message).__name__)
         except Exception:  # noqa: BLE001 - the boundary around the work of one request
@@ -219,7 +224,7 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
     set_up_logging(f"rank-dp{dp}-tp{tp}")
     stop = StopFlag()
     group = make_group(config, dp=dp, tp=tp, start=start)
-    runner = make_runner(config, dp=dp, tp=tp, group=group)
+    runner = make_runner(config, dp=dp, tp=tp, group=group, epoch=config.epoch)
     rank: Rank
     if tp == 0:
         rank = Leader(config, runner, dp=dp, start=start)
@@ -227,6 +232,7 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
         rank = Follower(config, runner, dp=dp, tp=tp, start=start)
     report_ready(
         {
+            "epoch": runner.epoch,
             "max_context": runner.info.max_context,
             "vocab_size": runner.info.vocab_size,
             "architecture": runner.info.architecture,
