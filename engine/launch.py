@@ -33,7 +33,7 @@ import msgspec
 from engine.client import EngineClient
 from engine.config import CHECKOUT, EngineConfig, from_env
 from engine.errors import ConfigError
-from engine.messages import ProcessDown, ProcessUp
+from engine.messages import ClientDown, ProcessDown, ProcessUp
 from engine.process_guard import (
     PARENT_PID,
     READY_FD,
@@ -42,7 +42,7 @@ from engine.process_guard import (
     set_up_logging,
 )
 from engine.router.ledger import load_ledger
-from engine.runfile import RunFile, run_file_path, write_run_file
+from engine.runfile import RunFile, read_run_file, run_file_path, write_run_file
 from engine.wire import PushSocket
 
 log = logging.getLogger(__name__)
@@ -402,6 +402,15 @@ async def engine(config: EngineConfig, *, timeout_s: float = 60.0) -> AsyncItera
             yield client
         finally:
             await client.close()
+
+
+def report_client_death(home: Path, pid: int) -> None:
+    """For who waits on a client's pid: its requests end now, not when its lease lapses."""
+    run = read_run_file(run_file_path(home))
+    if run is not None and run.state == "up" and run.config is not None:
+        socket = PushSocket(run.config.router_reply_address)
+        socket.send(ClientDown(pid=pid))
+        socket.close()
 
 
 async def wait_until_serving(client: EngineClient, timeout_s: float) -> None:

@@ -151,6 +151,7 @@ class Router:
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Lease: self._on_lease,
             m.LeaseEnd: self._on_lease_end,
+            m.ClientDown: self._on_client_down,
             m.Reserve: self.desk.reserve,
             m.Release: self.desk.release,
             m.TokenizedGenerateReqInput: self.desk.submit,
@@ -303,6 +304,10 @@ class Router:
     def _on_lease_end(self, message: m.LeaseEnd) -> None:
         if message.inbox in self.registry.leases:
             self._drop_lease(message.inbox, "the worker left")
+
+    def _on_client_down(self, message: m.ClientDown) -> None:
+        for inbox in self.registry.of_pid(message.pid):
+            self._drop_lease(inbox, "its process ended")
 
     def _fence(self, inbox: str, reason: str) -> None:
         self.sockets.outbox.send_if_free(inbox, m.Rejoin(inbox=inbox, reason=reason))

@@ -72,6 +72,9 @@ class Registry:
             and (holder.lease.pid != lease.pid or holder.lease.generation < lease.generation)
         ]
 
+    def of_pid(self, pid: int) -> list[str]:
+        return [inbox for inbox, holder in self.leases.items() if holder.lease.pid == pid]
+
     def lapsed(self, now: float) -> list[str]:
         return [inbox for inbox, holder in self.leases.items() if now - holder.seen_at > LEASE_S]
 
