@@ -11,8 +11,8 @@ Four kinds, four bases (docs/decisions/0001-rows-not-columns.md):
 * ``Report``  goes to one fixed socket (the router's, but for ``InboxGone``).
 
 ``Part`` and ``Value`` are structs inside a message. A tagged type of no kind fails at import, and
-so does a field of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are seconds
-since the Unix epoch unless a name says otherwise.
+so does a field of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are
+seconds since the Unix epoch unless a name says otherwise.
 """
 
 from __future__ import annotations
