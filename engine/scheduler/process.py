@@ -134,6 +134,9 @@ class Leader:
         self.core.commit(plan, result, time.time())
 
     def _send(self) -> None:
+        """Ends go out before the rows that tell of them: whoever has its answer may reuse the rid."""
+        if ended := self.core.take_ended():
+            self._router.send(m.RequestEnded(rids=ended, dp=self.dp))
         batches: dict[int, list[m.TokenIDRow]] = defaultdict(list)
         for row in self.core.take_rows():
             batches[detokenizer_of(row.rid, len(self._detokenizers))].append(row)
@@ -142,8 +145,6 @@ class Leader:
         for socket, backlog in zip(self._detokenizers, self._backlog, strict=True):
             while backlog and socket.send(backlog[0]):
                 backlog.popleft()
-        if ended := self.core.take_ended():
-            self._router.send(m.RequestEnded(rids=ended, dp=self.dp))
 
     def _report(self) -> None:
         now = time.time()
