@@ -18,17 +18,20 @@ seconds since the Unix epoch unless a name says otherwise.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 # How two consecutive rows of one request become one: see ``merge``.
-APPEND = "append"  # lists, strings and bytes: the later one goes behind the earlier one
+APPEND = "append"  # lists, strings, bytes and parts: the later one goes behind the earlier one
+RUNS = "runs"  # lists of (count, value): appended, neighbours of equal value joined
 LATEST = "latest"  # the later one wins unless it is None
+GREATEST = "greatest"  # numbers that never fall; a row without news has the default
 ONCE = "once"  # appears in one row of a stream; kept from whichever row has it
-MERGE_RULES = frozenset({APPEND, LATEST, ONCE})
+MERGE_RULES = frozenset({APPEND, RUNS, LATEST, GREATEST, ONCE})
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -240,16 +243,21 @@ class Finish(Value, frozen=True):
 
 
 class TopLogprobs(Part):
-    """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length."""
+    """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length.
 
-    ids: list[list[int]]
-    values: list[list[float]]
+    The detokenizer adds ``texts`` (here and below) where ``DecodeParams.logprob_text`` asks for it.
+    """
+
+    ids: Annotated[list[list[int]], APPEND]
+    values: Annotated[list[list[float]], APPEND]
+    texts: Annotated[list[list[str]] | None, APPEND] = None
 
 
 class OutputLogprobs(Part):
     """Logprobs of the new tokens of one row; every list is as long as the row's ``output_ids``."""
 
     values: Annotated[list[float], APPEND]
+    texts: Annotated[list[str] | None, APPEND] = None
     top: Annotated[TopLogprobs | None, APPEND] = None
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
@@ -259,6 +267,7 @@ class InputLogprobs(Part):
 
     ids: Annotated[list[int], APPEND]
     values: Annotated[list[float | None], APPEND]
+    texts: Annotated[list[str] | None, APPEND] = None
     top: Annotated[TopLogprobs | None, APPEND] = None
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
@@ -300,7 +309,7 @@ class OutputRow(Row):
     """Fields that token rows and text rows share."""
 
     output_ids: Annotated[list[int], APPEND] = []
-    epochs: Annotated[list[tuple[int, int]], APPEND] = []  # runs (count, epoch) over output_ids
+    epochs: Annotated[list[tuple[int, int]], RUNS] = []  # runs (count, epoch) over output_ids
     finish: Annotated[Finish | None, ONCE] = None  # the terminal row, exactly one per request
     provenance: Annotated[Provenance | None, ONCE] = None
     output_logprobs: Annotated[OutputLogprobs | None, APPEND] = None
@@ -308,8 +317,8 @@ class OutputRow(Row):
     entropy: Annotated[list[float] | None, APPEND] = None  # nats, one per output id
     hidden: Annotated[Hidden | None, APPEND] = None
     kv_epochs: Annotated[list[tuple[int, int]] | None, LATEST] = None  # runs over the context
-    made_at: Annotated[float, LATEST] = 0.0  # when the newest token of the row was sampled
-    retractions: Annotated[int, LATEST] = 0
+    made_at: Annotated[float, GREATEST] = 0.0  # when the newest token was sampled; 0: none yet
+    retractions: Annotated[int, GREATEST] = 0
 
 
 class TokenIDRow(OutputRow):
@@ -319,7 +328,12 @@ class TokenIDRow(OutputRow):
 
 
 class StrRow(OutputRow):
-    """Detokenizer (or router, for refusals) to the inbox. ``text`` is the new text."""
+    """Detokenizer (or router, for refusals) to the inbox.
+
+    ``text`` is the new text that may be shown; it may lag behind ``output_ids`` while a character
+    is unfinished or a stop may have begun. ``raw_bytes`` are the bytes of exactly this row's
+    ``output_ids`` (special tokens left out where ``text`` leaves them out): nothing is held back.
+    """
 
     text: Annotated[str, APPEND] = ""
     raw_bytes: Annotated[bytes | None, APPEND] = None
@@ -666,7 +680,11 @@ class RankReply(Report):
 
 
 class RowsUndelivered(Report):
-    """The detokenizer could not deliver: this inbox took nothing for too long, or one rid grew."""
+    """The detokenizer ended these requests: free them.
+
+    ``evict``: the inbox took nothing for too long, and these are all its requests. Else each of
+    them grew too large undelivered, or failed in the detokenizer.
+    """
 
     inbox: str
     rids: list[str]
@@ -829,27 +847,35 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 def merge(earlier: StructT, later: StructT) -> StructT:
     """One row that says what two consecutive rows of one request said."""
-    if type(earlier) is not type(later):
-        raise TypeError(f"cannot merge {type(earlier).__name__} with {type(later).__name__}")
-    merged = {
-        name: _merge_field(rule, getattr(earlier, name), getattr(later, name))
-        for name, rule in merge_rules(type(earlier)).items()
-    }
-    return type(earlier)(**merged)
+    return merge_all([earlier, later])
 
 
-def _merge_field(rule: str, earlier: Any, later: Any) -> Any:
-    if later is None:
-        return earlier
-    if earlier is None or rule == LATEST:
-        return later
+def merge_all(rows: Sequence[StructT]) -> StructT:
+    """One row that says what these consecutive rows of one request said; linear in their size."""
+    kind = type(rows[0])
+    if any(type(row) is not kind for row in rows):
+        raise TypeError(f"cannot merge {', '.join(sorted({type(row).__name__ for row in rows}))}")
+    fields: dict[str, Any] = {}
+    for name, rule in merge_rules(kind).items():
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        fields[name] = _merge_values(rule, values) if values else None
+    return kind(**fields)
+
+
+def _merge_values(rule: str, values: list[Any]) -> Any:
+    first = values[0]
     if rule == ONCE:
-        return earlier
-    if isinstance(earlier, TopLogprobs):
-        return TopLogprobs(ids=earlier.ids + later.ids, values=earlier.values + later.values)
-    if isinstance(earlier, msgspec.Struct):
-        return merge(earlier, later)
-    return earlier + later
+        return first
+    if rule == LATEST:
+        return values[-1]
+    if rule == GREATEST:
+        return max(values)
+    if isinstance(first, msgspec.Struct):
+        return merge_all(values)
+    if isinstance(first, str | bytes):
+        return first[:0].join(values)
+    chained = itertools.chain.from_iterable(values)
+    return join_runs(chained) if rule == RUNS else list(chained)
 
 
 def join_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -865,6 +891,7 @@ def join_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 # --------------------------------------------------------------------------- the closed union
 
+MERGED_PARTS = (TopLogprobs, OutputLogprobs, InputLogprobs, Hidden)
 KINDS: tuple[type, ...] = (Request, Reply, Row, Batch, Broadcast, Report)
 
 
@@ -881,7 +908,7 @@ def _check() -> tuple[type, ...]:
         kinds = [kind for kind in (*KINDS, Part, Value) if issubclass(value, kind)]
         if len(kinds) != 1:
             raise TypeError(f"message {name} must have exactly one kind, has {kinds}")
-        if issubclass(value, Row) or value in (OutputLogprobs, InputLogprobs, Hidden):
+        if issubclass(value, Row) or value in MERGED_PARTS:
             merge_rules(value)
     return tuple(leaf for kind in KINDS for leaf in _leaves(kind))
 
