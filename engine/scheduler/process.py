@@ -134,7 +134,7 @@ class Leader:
         self.core.commit(plan, result, time.time())
 
     def _send(self) -> None:
-        """Ends go out before the rows that tell of them: whoever has its answer may reuse the rid."""
+        """Ends go out before their rows: whoever has its answer may reuse the rid at once."""
         if ended := self.core.take_ended():
             self._router.send(m.RequestEnded(rids=ended, dp=self.dp))
         batches: dict[int, list[m.TokenIDRow]] = defaultdict(list)
