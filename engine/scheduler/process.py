@@ -21,6 +21,7 @@ import psutil
 from engine import messages as m
 from engine.config import EngineConfig
 from engine.detokenizer.stops import StopChecker
+from engine.errors import QuarterdeckError
 from engine.model.runner import ModelRunner, make_runner
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.dispatch import detokenizer_of
@@ -104,7 +105,7 @@ class Leader:
     def _stop_checker(self, sampling: m.SamplingParams) -> StopChecker | None:
         if not sampling.stop and not sampling.stop_regex:
             return None
-        return StopChecker(sampling, self._tokenizer.decode)
+        return StopChecker(sampling, self._tokenizer)
 
     # ------------------------------------------------------------------ the loop
 
@@ -172,25 +173,23 @@ class Leader:
                     )
                 case _:
                     log.warning("a rank does not take %s", type(message).__name__)
+        except QuarterdeckError as error:
+            self._end(message, error.status_code, error.err_type, error.message)
         except Exception:  # noqa: BLE001 - the boundary around the work of one request
-            self._end_broken(message)
+            incident = uuid.uuid4().hex[:8]
+            log.exception("internal_error %s while handling %s", incident, type(message).__name__)
+            text = f"internal error {incident}; the rank's log has the details"
+            self._end(message, 500, "internal_error", text)
 
-    def _end_broken(self, message: Any) -> None:
-        """Our bug, one request's end: it gets an id that the log explains."""
-        incident = uuid.uuid4().hex[:8]
-        log.exception("internal_error %s while handling %s", incident, type(message).__name__)
+    def _end(self, message: Any, status: int, kind: str, text: str) -> None:
+        """The terminal row of a request that the core did not take."""
         if not isinstance(message, m.TokenizedGenerateReqInput):
             return
-        finish = m.Finish(
-            type="abort",
-            status_code=500,
-            err_type="internal_error",
-            message=f"internal error {incident}; the rank's log has the details",
-        )
+        finish = m.Finish(type="abort", status_code=status, err_type=kind, message=text)
         row = m.row_for(message, m.TokenIDRow, finish=finish)
+        self._router.send(m.RequestEnded(rids=[message.rid], dp=self.dp))
         index = detokenizer_of(message.rid, len(self._detokenizers))
         self._backlog[index].append(m.BatchTokenIDOutput(rows=[row]))
-        self._router.send(m.RequestEnded(rids=[message.rid], dp=self.dp))
 
 
 class Follower:
