@@ -104,7 +104,7 @@ class Leader:
     def _stop_checker(self, sampling: m.SamplingParams) -> StopChecker | None:
         if not sampling.stop and not sampling.stop_regex:
             return None
-        return StopChecker(sampling, self._tokenizer.decode)
+        return StopChecker(sampling, self._tokenizer)
 
     # ------------------------------------------------------------------ the loop
 
