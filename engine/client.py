@@ -327,7 +327,7 @@ class EngineClient:
         self.snapshot = None
         finish = m.Finish(type="abort", status_code=503, err_type=err_type, message=message)
         for rid, streams in list(self._streams.items()):
-            streams.put(m.StrRow(rid=rid, http_worker_ipc="", finish=finish))
+            streams.put(m.local_end(rid, finish))
         self._streams.clear()
         self._abandoned.clear()
         error = EngineUnreachable(message, err_type=err_type, retry_after_s=2)
