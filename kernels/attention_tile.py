@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 NO_WINDOW = 2**30  # a window longer than any context
+# The address of a key depends on a load from the block table; two stages fetch keys and values one
+# tile ahead, the third also takes the table's load out of the loop's way (0 of 32 left in its PTX).
+STAGES = 3
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -134,6 +137,16 @@ def attend(
         weight_sum = weight_sum * decay + tl.sum(weight, axis=1)
         top = new_top
     return total, top, weight_sum
+
+
+def tile_tokens(block_dim: int, dtype: torch.dtype) -> int:
+    """Context tokens of one tile.
+
+    At 256 elements a head 64 would not fit 100 KiB of shared memory; fp32 has no tensor cores at
+    full precision, and its products spill beyond half of the size.
+    """
+    tokens = 64 if block_dim <= 128 else 32
+    return tokens // 2 if dtype == torch.float32 else tokens
 
 
 def check_paged(q: torch.Tensor, cache: PagedCache, scores: Scores) -> None:

@@ -12,12 +12,14 @@ import triton.language as tl
 
 from kernels.attention_tile import (
     NO_WINDOW,
+    STAGES,
     PagedCache,
     Scores,
     attend,
     attend_reference,
     check_paged,
     gather_context,
+    tile_tokens,
 )
 from kernels.dispatch import LAUNCH_OPTIONS, dot_dtype, multiprocessors, use_triton
 
@@ -228,10 +230,10 @@ def _launch(
         SOFT_CAP=scores.soft_cap,
         SPLIT=splits > 1,
         ROWS=ROWS,
-        TILE=64 if block_dim <= 128 else 32,
+        TILE=tile_tokens(block_dim, q.dtype),
         DOT=dot_dtype(q.dtype),
         num_warps=4,
-        num_stages=2,
+        num_stages=STAGES,
         **LAUNCH_OPTIONS,
     )
     if splits > 1:

@@ -12,16 +12,20 @@ import triton.language as tl
 
 from kernels.attention_tile import (
     NO_WINDOW,
+    STAGES,
     PagedCache,
     Scores,
     attend,
     attend_reference,
     check_paged,
     gather_context,
+    tile_tokens,
 )
 from kernels.dispatch import LAUNCH_OPTIONS, dot_dtype, use_triton
 
-ROWS = 64  # query rows of one program: tokens times the heads that share a kv head
+# Query rows of one program: tokens times the heads that share a kv head. From 128 elements a head
+# on, 64 rows take 8 warps: 4 spill on sm_80; 128 rows spill with either (kernels/resources.json).
+ROWS = 64
 MOST_HEADS = 16  # heads of one kv head in one program; more are spread over programs
 
 
@@ -154,9 +158,10 @@ def _launch(
         return out
     group, dim = q.shape[1] // kv_heads, q.shape[2]
     heads = min(group, MOST_HEADS)
+    rows = ROWS // 2 if q.dtype == torch.float32 else ROWS
     block_dim = max(16, triton.next_power_of_2(dim))
     grid = (
-        triton.cdiv(longest_chunk, ROWS // heads),
+        triton.cdiv(longest_chunk, rows // heads),
         sequences,
         kv_heads * triton.cdiv(group, heads),
     )
@@ -184,11 +189,11 @@ def _launch(
         BLOCK_DIM=block_dim,
         BLOCK_SIZE=cache.block_size,
         SOFT_CAP=scores.soft_cap,
-        ROWS=ROWS,
-        TILE=64 if block_dim <= 128 else 32,
+        ROWS=rows,
+        TILE=tile_tokens(block_dim, q.dtype),
         DOT=dot_dtype(q.dtype),
-        num_warps=4,
-        num_stages=2,
+        num_warps=4 if block_dim < 128 else 8,
+        num_stages=STAGES,
         **LAUNCH_OPTIONS,
     )
     return out

@@ -37,6 +37,8 @@ from kernels.store_kv import store_kv
 
 ARCHITECTURES = (80, 90)  # A100; H100 and H200
 RECORD = Path(__file__).with_name("resources.json")
+PLAIN = Scores(0.125)
+CAPPED = Scores(0.0625, window=4096, soft_cap=50.0)  # Gemma 2's
 USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
@@ -113,25 +115,40 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _cache(kv_heads: int, dim: int, blocks: int = 64) -> PagedCache:
+def _cache(kv_heads: int, dim: int, dtype: torch.dtype) -> PagedCache:
     return PagedCache(
-        key=_empty(1024, kv_heads, dim),
-        value=_empty(1024, kv_heads, dim),
-        block_tables=torch.zeros((8, blocks), dtype=torch.int32),
+        key=_empty(1024, kv_heads, dim, dtype=dtype),
+        value=_empty(1024, kv_heads, dim, dtype=dtype),
+        block_tables=torch.zeros((8, 64), dtype=torch.int32),
         lengths=torch.zeros(8, dtype=torch.int32),
         block_size=16,
     )
 
 
-def _decode(heads: int, kv_heads: int, dim: int, scores: Scores, split: int) -> None:
-    paged_attention(_empty(8, heads, dim), _cache(kv_heads, dim), scores, split_tokens=split)
+def _decode(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    scores: Scores = PLAIN,
+    *,
+    split: int = 1024,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    q, cache = _empty(8, heads, dim, dtype=dtype), _cache(kv_heads, dim, dtype)
+    paged_attention(q, cache, scores, split_tokens=split)
 
 
-def _prefill(heads: int, kv_heads: int, dim: int, scores: Scores) -> None:
+def _prefill(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    scores: Scores = PLAIN,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    q, cache = _empty(512, heads, dim, dtype=dtype), _cache(kv_heads, dim, dtype)
     starts = torch.zeros(9, dtype=torch.int32)
-    paged_prefill(
-        _empty(512, heads, dim), starts, _cache(kv_heads, dim), scores, longest_chunk=512
-    )
+    paged_prefill(q, starts, cache, scores, longest_chunk=512)
 
 
 def cases() -> dict[str, Callable[[], object]]:
@@ -139,7 +156,6 @@ def cases() -> dict[str, Callable[[], object]]:
     norm, wide, head = _empty(4096), _empty(64, 4096), _empty(64, 32, 128)
     gate = _empty(64, 28_672)
     rows = torch.zeros(32)
-    plain, capped = Scores(0.125), Scores(0.0625, window=4096, soft_cap=50.0)
     return {
         "rms_norm 4096": lambda: rms_norm(wide, norm, 1e-5),
         "add_rms_norm 4096": lambda: add_rms_norm(wide, wide.clone(), norm, 1e-5),
@@ -152,13 +168,15 @@ def cases() -> dict[str, Callable[[], object]]:
         ),
         "silu_and_mul 14336": lambda: silu_and_mul(*gate.chunk(2, dim=1)),
         "gelu_tanh_and_mul 14336": lambda: gelu_tanh_and_mul(*gate.chunk(2, dim=1)),
-        "decode 9/3 heads of 64": lambda: _decode(9, 3, 64, plain, 1024),
-        "decode 32/8 heads of 128": lambda: _decode(32, 8, 128, plain, 1024),
-        "decode 32/8 heads of 128, split": lambda: _decode(32, 8, 128, plain, 256),
-        "decode 8/4 heads of 256, capped": lambda: _decode(8, 4, 256, capped, 1024),
-        "prefill 9/3 heads of 64": lambda: _prefill(9, 3, 64, plain),
-        "prefill 32/8 heads of 128": lambda: _prefill(32, 8, 128, plain),
-        "prefill 8/4 heads of 256, capped": lambda: _prefill(8, 4, 256, capped),
+        "decode 9/3 heads of 64": lambda: _decode(9, 3, 64),
+        "decode 32/8 heads of 128": lambda: _decode(32, 8, 128),
+        "decode 32/8 heads of 128, split": lambda: _decode(32, 8, 128, split=256),
+        "decode 32/8 heads of 128, fp32": lambda: _decode(32, 8, 128, dtype=torch.float32),
+        "decode 8/4 heads of 256, capped": lambda: _decode(8, 4, 256, CAPPED),
+        "prefill 9/3 heads of 64": lambda: _prefill(9, 3, 64),
+        "prefill 32/8 heads of 128": lambda: _prefill(32, 8, 128),
+        "prefill 32/8 heads of 128, fp32": lambda: _prefill(32, 8, 128, dtype=torch.float32),
+        "prefill 8/4 heads of 256, capped": lambda: _prefill(8, 4, 256, CAPPED),
         "sample 128256": lambda: sample(_empty(32, 128_256), rows, rows),
     }
 
