@@ -40,8 +40,22 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def normal(
     *shape: int, dtype: torch.dtype, seed: int = 0, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + sum(shape))
-    return torch.randn(shape, generator=generator).to(dtype).to(device)
+    """Standard normal numbers, made on ``device``: large ones take seconds on a CPU."""
+    generator = torch.Generator(device).manual_seed(seed * 1_000_003 + sum(shape))
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def middle_of_share(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    """The uniform number in the middle of each token's share of its row; temperature 0 counts as 1.
+
+    Rounding moves the ends of a share, so only its middle draws one token for certain.
+    """
+    scale = torch.where(temperature == 0, 1.0, temperature).double()[:, None]
+    weights = (logits.double() / scale).softmax(dim=1)
+    upper = weights.cumsum(dim=1).gather(1, tokens[:, None])[:, 0]
+    return (upper - weights.gather(1, tokens[:, None])[:, 0] / 2).float()
 
 
 def paged_context(
@@ -56,26 +70,27 @@ def paged_context(
 ) -> PagedCache:
     """Contexts in shuffled blocks. Every slot that no context owns is NaN, and so is what the
     entries of a table beyond its length point to, so that a read too many shows."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     blocks = [-(-length // block_size) for length in lengths]
     total = sum(blocks) + 1
-    order = torch.randperm(total, generator=generator).to(torch.int32)
+    order = torch.randperm(total, generator=generator, device=device).to(torch.int32)
     width = max([*blocks, 1]) + 1
-    tables = torch.full((len(lengths), width), int(order[-1]), dtype=torch.int32)
+    tables = order[-1].repeat(len(lengths), width)
     shape = (total * block_size, kv_heads, dim)
-    key, value = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+    key, value = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
     taken = 0
     for sequence, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
         tables[sequence, :count] = order[taken : taken + count]
         taken += count
-        tokens = torch.arange(length)
+        tokens = torch.arange(length, device=device)
         slots = tables[sequence, tokens // block_size].long() * block_size + tokens % block_size
         for cache in (key, value):
-            cache[slots] = torch.randn((length, *shape[1:]), generator=generator)
+            context = torch.randn((length, *shape[1:]), generator=generator, device=device)
+            cache[slots] = context.to(dtype)
     return PagedCache(
-        key=key.to(dtype).to(device),
-        value=value.to(dtype).to(device),
-        block_tables=tables.to(device),
+        key=key,
+        value=value,
+        block_tables=tables,
         lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
         block_size=block_size,
     )

@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from kernels.sample import CHUNK, sample, sample_reference
-from tests.kernels.inputs import DTYPES, assert_close, normal
-
-
-def middle_of(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The uniform number in the middle of each token's share of its row."""
-    weights = (logits.double() / temperature).softmax(dim=1)
-    upper = weights.cumsum(dim=1).gather(1, tokens[:, None])[:, 0]
-    return (upper - weights.gather(1, tokens[:, None])[:, 0] / 2).float()
+from tests.kernels.inputs import DTYPES, assert_close, middle_of_share, normal
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -22,9 +15,7 @@ def test_tokens_and_statistics_agree(vocabulary: int, dtype: torch.dtype):
     logits = normal(4, vocabulary, dtype=dtype) * 4
     temperature = torch.tensor([0.0, 1.0, 0.25, 3.0])
     best = logits.argmax(dim=1)
-    uniform = torch.stack(
-        [middle_of(logits, best, float(t) or 1.0)[i] for i, t in enumerate(temperature)]
-    )
+    uniform = middle_of_share(logits, best, temperature)
     actual, expected = (f(logits, temperature, uniform) for f in (sample, sample_reference))
     assert actual.token_id.tolist() == expected.token_id.tolist() == best.tolist()
     for name in ("logprob", "maximum", "logsumexp", "entropy"):
@@ -34,7 +25,7 @@ def test_tokens_and_statistics_agree(vocabulary: int, dtype: torch.dtype):
 def test_every_token_is_drawn_by_the_middle_of_its_share():
     logits = torch.zeros(3, 2 * CHUNK + 5)
     tokens = torch.tensor([0, CHUNK, 2 * CHUNK + 4])
-    sampled = sample(logits, torch.ones(3), middle_of(logits, tokens, 1.0))
+    sampled = sample(logits, torch.ones(3), middle_of_share(logits, tokens, torch.ones(3)))
     assert sampled.token_id.tolist() == tokens.tolist()
 
 
