@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True, slots=True)
-class PagedCache:
+class PagedContext:
     """Keys and values of one layer, and where each sequence's tokens lie in them.
 
     ``key`` and ``value`` are [slots, kv_heads, dim]. ``block_tables`` is [sequences, max_blocks]
@@ -35,6 +35,31 @@ class PagedCache:
     block_tables: torch.Tensor
     lengths: torch.Tensor
     block_size: int
+
+    def check(self) -> None:
+        """ValueError with a sentence if the parts do not fit each other."""
+        key, value, tables, lengths = self.key, self.value, self.block_tables, self.lengths
+        if key.dim() != 3 or key.shape != value.shape or key.dtype != value.dtype:
+            raise ValueError(
+                "both caches must be [slots, kv_heads, dim] of one dtype, got "
+                f"{tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}"
+            )
+        if key.stride(2) != 1 or value.stride(2) != 1:
+            raise ValueError("the last axis of both caches must be dense")
+        if tables.dim() != 2 or lengths.shape != tables.shape[:1]:
+            raise ValueError(
+                "block_tables must be [sequences, max_blocks] and lengths [sequences], got "
+                f"{tuple(tables.shape)} and {tuple(lengths.shape)}"
+            )
+        if tables.dtype != torch.int32 or lengths.dtype != torch.int32 or tables.stride(1) != 1:
+            raise ValueError(
+                f"block_tables and lengths must be dense int32, got {tables.dtype} and "
+                f"{lengths.dtype}"
+            )
+        if self.block_size < 1 or key.shape[0] % self.block_size:
+            raise ValueError(
+                f"{key.shape[0]} slots are not whole blocks of block_size {self.block_size}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +98,13 @@ def attend_reference(
 
 
 def gather_context(
-    cache: PagedCache, sequence: int, length: int
+    context: PagedContext, sequence: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values [length, kv_heads, dim] of one sequence, copied out of the cache."""
-    tokens = torch.arange(length, device=cache.key.device)
-    blocks = cache.block_tables[sequence, tokens // cache.block_size].long()
-    slots = blocks * cache.block_size + tokens % cache.block_size
-    return cache.key[slots], cache.value[slots]
+    tokens = torch.arange(length, device=context.key.device)
+    blocks = context.block_tables[sequence, tokens // context.block_size].long()
+    slots = blocks * context.block_size + tokens % context.block_size
+    return context.key[slots], context.value[slots]
 
 
 @triton.jit
@@ -149,44 +174,21 @@ def tile_tokens(block_dim: int, dtype: torch.dtype) -> int:
     return tokens // 2 if dtype == torch.float32 else tokens
 
 
-def check_paged(q: torch.Tensor, cache: PagedCache, scores: Scores) -> None:
-    """ValueError with a sentence if q [tokens, heads, dim], cache and scores do not fit."""
+def check_paged(q: torch.Tensor, context: PagedContext, scores: Scores) -> None:
+    """ValueError with a sentence if q [tokens, heads, dim], context and scores do not fit."""
+    context.check()
+    kv_heads, dim = context.key.shape[1:]
     if q.dim() != 3 or q.stride(2) != 1:
         raise ValueError(
             f"q must be [tokens, heads, dim] with a dense last axis, got {tuple(q.shape)} with "
             f"strides {q.stride()}"
         )
-    if cache.key.dim() != 3 or cache.key.shape != cache.value.shape:
+    if q.shape[2] != dim or q.shape[1] % kv_heads:
         raise ValueError(
-            "both caches must be [slots, kv_heads, dim], got "
-            f"{tuple(cache.key.shape)} and {tuple(cache.value.shape)}"
+            f"{q.shape[1]} query heads of {q.shape[2]} do not fit {kv_heads} kv heads of {dim}"
         )
-    if cache.key.stride(2) != 1 or cache.value.stride(2) != 1:
-        raise ValueError("the last axis of both caches must be dense")
-    if q.shape[2] != cache.key.shape[2] or q.shape[1] % cache.key.shape[1]:
-        raise ValueError(
-            f"{q.shape[1]} query heads of {q.shape[2]} do not fit {cache.key.shape[1]} kv heads of "
-            f"{cache.key.shape[2]}"
-        )
-    if len({q.dtype, cache.key.dtype, cache.value.dtype}) > 1:
-        raise ValueError(
-            f"q and caches must have one dtype, got {q.dtype}, {cache.key.dtype}, "
-            f"{cache.value.dtype}"
-        )
-    tables, lengths = cache.block_tables, cache.lengths
-    if tables.dim() != 2 or lengths.shape != tables.shape[:1]:
-        raise ValueError(
-            "block_tables must be [sequences, max_blocks] and lengths [sequences], got "
-            f"{tuple(tables.shape)} and {tuple(lengths.shape)}"
-        )
-    if tables.dtype != torch.int32 or lengths.dtype != torch.int32 or tables.stride(1) != 1:
-        raise ValueError(
-            f"block_tables and lengths must be dense int32, got {tables.dtype} and {lengths.dtype}"
-        )
-    if cache.block_size < 1 or cache.key.shape[0] % cache.block_size:
-        raise ValueError(
-            f"{cache.key.shape[0]} slots are not whole blocks of block_size {cache.block_size}"
-        )
+    if q.dtype != context.key.dtype:
+        raise ValueError(f"q and caches must have one dtype, got {q.dtype}, {context.key.dtype}")
     if scores.window < 0 or scores.soft_cap < 0:
         raise ValueError(
             f"window and soft_cap must not be negative, got {scores.window} and {scores.soft_cap}"

@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.attention_tile import (
     NO_WINDOW,
     STAGES,
-    PagedCache,
+    PagedContext,
     Scores,
     attend,
     attend_reference,
@@ -28,12 +28,14 @@ PROGRAMS_PER_MULTIPROCESSOR = 2
 LEAST_SPLIT_TOKENS = 256  # below this the second kernel costs more than the split saves
 
 
-def paged_attention_reference(q: torch.Tensor, cache: PagedCache, scores: Scores) -> torch.Tensor:
+def paged_attention_reference(
+    q: torch.Tensor, context: PagedContext, scores: Scores
+) -> torch.Tensor:
     """softmax(mask(cap(q k^T scale))) v in fp32, rounded once; zeros where the length is 0."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    for sequence, length in enumerate(cache.lengths.tolist()):
+    for sequence, length in enumerate(context.lengths.tolist()):
         if length:
-            key, value = gather_context(cache, sequence, length)
+            key, value = gather_context(context, sequence, length)
             row = slice(sequence, sequence + 1)
             out[row] = attend_reference(q[row], key, value, length - 1, scores)
     return out
@@ -145,7 +147,7 @@ def _combine_kernel(
 
 def paged_attention(
     q: torch.Tensor,
-    cache: PagedCache,
+    context: PagedContext,
     scores: Scores,
     *,
     longest: int | None = None,
@@ -153,25 +155,25 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attention of q [sequences, heads, dim], each at position length - 1; same shape, contiguous.
 
-    ``longest`` is a bound of ``cache.lengths`` that the host knows (None: what the tables hold);
+    ``longest`` is a bound of ``context.lengths`` that the host knows (None: what the tables hold);
     tokens beyond it would be left out. ``split_tokens``: None fits the split to the batch, a number
     makes each row's sums independent of the batch (``QUARTERDECK_DETERMINISTIC``). A sequence of
     length 0 gives zeros. Reads 2 * sum(min(lengths, window)) * kv_heads * dim elements; bound by
     memory bandwidth. ValueError if the shapes do not fit.
     """
-    check_paged(q, cache, scores)
-    if q.shape[0] != cache.lengths.shape[0]:
-        raise ValueError(f"{q.shape[0]} queries for {cache.lengths.shape[0]} sequences")
+    check_paged(q, context, scores)
+    if q.shape[0] != context.lengths.shape[0]:
+        raise ValueError(f"{q.shape[0]} queries for {context.lengths.shape[0]} sequences")
     if split_tokens is not None and split_tokens < 1:
         raise ValueError(f"split_tokens must be at least 1, got {split_tokens}")
     if not use_triton(q):
-        return paged_attention_reference(q, cache, scores)
-    capacity = cache.block_tables.shape[1] * cache.block_size
+        return paged_attention_reference(q, context, scores)
+    capacity = context.block_tables.shape[1] * context.block_size
     reach = min(longest or capacity, capacity, scores.window or NO_WINDOW)
     if split_tokens is None:
-        programs = q.shape[0] * _groups(q, cache)
+        programs = q.shape[0] * _groups(q, context)
         split_tokens = choose_split_tokens(programs, reach, multiprocessors(q.device))
-    return _launch(q, cache, scores, split_tokens, max(1, triton.cdiv(reach, split_tokens)))
+    return _launch(q, context, scores, split_tokens, max(1, triton.cdiv(reach, split_tokens)))
 
 
 def choose_split_tokens(programs: int, longest: int, device_multiprocessors: int) -> int:
@@ -185,14 +187,14 @@ def choose_split_tokens(programs: int, longest: int, device_multiprocessors: int
     return triton.cdiv(tokens, LEAST_SPLIT_TOKENS) * LEAST_SPLIT_TOKENS
 
 
-def _groups(q: torch.Tensor, cache: PagedCache) -> int:
+def _groups(q: torch.Tensor, context: PagedContext) -> int:
     """Programs per sequence and split."""
-    kv_heads = cache.key.shape[1]
+    kv_heads = context.key.shape[1]
     return kv_heads * triton.cdiv(q.shape[1] // kv_heads, ROWS)
 
 
 def _launch(
-    q: torch.Tensor, cache: PagedCache, scores: Scores, split_tokens: int, splits: int
+    q: torch.Tensor, context: PagedContext, scores: Scores, split_tokens: int, splits: int
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     sequences, heads, dim = q.shape
@@ -204,29 +206,29 @@ def _launch(
         sums = torch.empty((sequences, heads, splits), dtype=torch.float32, device=q.device)
     block_dim = max(16, triton.next_power_of_2(dim))
     window = scores.window or NO_WINDOW
-    _decode_kernel[(sequences, _groups(q, cache), splits)](
+    _decode_kernel[(sequences, _groups(q, context), splits)](
         q,
-        cache.key,
-        cache.value,
-        cache.block_tables,
-        cache.lengths,
+        context.key,
+        context.value,
+        context.block_tables,
+        context.lengths,
         part,
         sums,
         scores.scale,
         window,
         split_tokens,
-        cache.key.shape[1],
+        context.key.shape[1],
         q.stride(0),
         q.stride(1),
-        cache.key.stride(0),
-        cache.key.stride(1),
-        cache.value.stride(0),
-        cache.value.stride(1),
-        cache.block_tables.stride(0),
-        GROUP=heads // cache.key.shape[1],
+        context.key.stride(0),
+        context.key.stride(1),
+        context.value.stride(0),
+        context.value.stride(1),
+        context.block_tables.stride(0),
+        GROUP=heads // context.key.shape[1],
         DIM=dim,
         BLOCK_DIM=block_dim,
-        BLOCK_SIZE=cache.block_size,
+        BLOCK_SIZE=context.block_size,
         SOFT_CAP=scores.soft_cap,
         SPLIT=splits > 1,
         ROWS=ROWS,
@@ -240,7 +242,7 @@ def _launch(
         _combine_kernel[(sequences, heads)](
             part,
             sums,
-            cache.lengths,
+            context.lengths,
             out,
             window,
             split_tokens,

@@ -13,7 +13,7 @@ import triton.language as tl
 from kernels.attention_tile import (
     NO_WINDOW,
     STAGES,
-    PagedCache,
+    PagedContext,
     Scores,
     attend,
     attend_reference,
@@ -30,16 +30,16 @@ MOST_HEADS = 16  # heads of one kv head in one program; more are spread over pro
 
 
 def paged_prefill_reference(
-    q: torch.Tensor, query_starts: torch.Tensor, cache: PagedCache, scores: Scores
+    q: torch.Tensor, query_starts: torch.Tensor, context: PagedContext, scores: Scores
 ) -> torch.Tensor:
     """Causal attention per sequence in fp32, rounded once; rows of no sequence are zeros."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts = query_starts.tolist()
-    for sequence, length in enumerate(cache.lengths.tolist()):
+    for sequence, length in enumerate(context.lengths.tolist()):
         rows = slice(starts[sequence], starts[sequence + 1])
         count = rows.stop - rows.start
         if count:
-            key, value = gather_context(cache, sequence, length)
+            key, value = gather_context(context, sequence, length)
             out[rows] = attend_reference(q[rows], key, value, length - count, scores)
     return out
 
@@ -91,15 +91,15 @@ def _prefill_kernel(
     at = (start + token).to(tl.int64)
     q_at = at[:, None] * q_stride + head[:, None] * q_head_stride + column[None, :]
     q = tl.load(q_ptr + q_at, mask=live, other=0.0).to(DOT)
-    context = tl.load(length_ptr + sequence) - count
+    cached = tl.load(length_ptr + sequence) - count
     total, _, weight_sum = attend(
         q,
         key_ptr + kv_head * key_head_stride,
         value_ptr + kv_head * value_head_stride,
         table_ptr + sequence * table_stride,
-        context + token,
-        tl.maximum(context + tile_start - window + 1, 0),
-        context + tl.minimum(tile_start + TOKENS, count),
+        cached + token,
+        tl.maximum(cached + tile_start - window + 1, 0),
+        cached + tl.minimum(tile_start + TOKENS, count),
         scale,
         window,
         key_stride,
@@ -117,7 +117,7 @@ def _prefill_kernel(
 def paged_prefill(
     q: torch.Tensor,
     query_starts: torch.Tensor,
-    cache: PagedCache,
+    context: PagedContext,
     scores: Scores,
     *,
     longest_chunk: int,
@@ -131,8 +131,8 @@ def paged_prefill(
     2 * context * kv_heads * dim * ceil(chunk * group / 64) elements; bound by arithmetic from
     chunks of about 100 tokens. ValueError if the shapes do not fit.
     """
-    check_paged(q, cache, scores)
-    sequences = cache.lengths.shape[0]
+    check_paged(q, context, scores)
+    sequences = context.lengths.shape[0]
     if query_starts.shape != (sequences + 1,) or query_starts.dtype != torch.int32:
         raise ValueError(
             f"query_starts must be {sequences + 1} int32, got {tuple(query_starts.shape)} "
@@ -141,19 +141,19 @@ def paged_prefill(
     if longest_chunk < 0 or longest_chunk > q.shape[0]:
         raise ValueError(f"longest_chunk {longest_chunk} is not within 0 and {q.shape[0]}")
     if not use_triton(q):
-        return paged_prefill_reference(q, query_starts, cache, scores)
-    return _launch(q, query_starts, cache, scores, longest_chunk)
+        return paged_prefill_reference(q, query_starts, context, scores)
+    return _launch(q, query_starts, context, scores, longest_chunk)
 
 
 def _launch(
     q: torch.Tensor,
     query_starts: torch.Tensor,
-    cache: PagedCache,
+    context: PagedContext,
     scores: Scores,
     longest_chunk: int,
 ) -> torch.Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sequences, kv_heads = cache.lengths.shape[0], cache.key.shape[1]
+    sequences, kv_heads = context.lengths.shape[0], context.key.shape[1]
     if sequences == 0 or longest_chunk == 0:
         return out
     group, dim = q.shape[1] // kv_heads, q.shape[2]
@@ -168,26 +168,26 @@ def _launch(
     _prefill_kernel[grid](
         q,
         query_starts,
-        cache.key,
-        cache.value,
-        cache.block_tables,
-        cache.lengths,
+        context.key,
+        context.value,
+        context.block_tables,
+        context.lengths,
         out,
         scores.scale,
         scores.window or NO_WINDOW,
         kv_heads,
         q.stride(0),
         q.stride(1),
-        cache.key.stride(0),
-        cache.key.stride(1),
-        cache.value.stride(0),
-        cache.value.stride(1),
-        cache.block_tables.stride(0),
+        context.key.stride(0),
+        context.key.stride(1),
+        context.value.stride(0),
+        context.value.stride(1),
+        context.block_tables.stride(0),
         GROUP=group,
         HEADS=heads,
         DIM=dim,
         BLOCK_DIM=block_dim,
-        BLOCK_SIZE=cache.block_size,
+        BLOCK_SIZE=context.block_size,
         SOFT_CAP=scores.soft_cap,
         ROWS=rows,
         TILE=tile_tokens(block_dim, q.dtype),

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from kernels.attention_tile import PagedCache, Scores
+from kernels.attention_tile import PagedContext, Scores
 from kernels.dispatch import LAUNCH_OPTIONS, forced
 from kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.paged_attention import paged_attention
@@ -115,8 +115,8 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def _cache(kv_heads: int, dim: int, dtype: torch.dtype) -> PagedCache:
-    return PagedCache(
+def _cache(kv_heads: int, dim: int, dtype: torch.dtype) -> PagedContext:
+    return PagedContext(
         key=_empty(1024, kv_heads, dim, dtype=dtype),
         value=_empty(1024, kv_heads, dim, dtype=dtype),
         block_tables=torch.zeros((8, 64), dtype=torch.int32),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention_tile import PagedCache, Scores
+from kernels.attention_tile import PagedContext, Scores
 from kernels.gated_activation import (
     gelu_tanh_and_mul,
     gelu_tanh_and_mul_reference,
@@ -181,7 +181,7 @@ def _decode(
 
     def attend(operator: Callable[..., torch.Tensor]) -> Callable[..., Outputs]:
         return lambda q, key, value, tables, lengths: (
-            operator(q, PagedCache(key, value, tables, lengths, cache.block_size), scores),
+            operator(q, PagedContext(key, value, tables, lengths, cache.block_size), scores),
         )
 
     seen = sum(min(length, scores.window or length) for length in lengths)
@@ -223,7 +223,7 @@ def _prefill(
     q = normal(sum(chunks), q_heads, dim, dtype=dtype, device=place.device)
     starts = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32).to(place.device)
 
-    def paged(key: torch.Tensor, value: torch.Tensor) -> PagedCache:
+    def paged(key: torch.Tensor, value: torch.Tensor) -> PagedContext:
         return replace(cache, key=key, value=value)
 
     pairs = sum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.attention_tile import PagedCache
+from kernels.attention_tile import PagedContext
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +67,7 @@ def paged_context(
     block_size: int = 16,
     seed: int = 0,
     device: str | torch.device = "cpu",
-) -> PagedCache:
+) -> PagedContext:
     """Contexts in shuffled blocks. Every slot that no context owns is NaN, and so is what the
     entries of a table beyond its length point to, so that a read too many shows."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -87,7 +87,7 @@ def paged_context(
         for cache in (key, value):
             context = torch.randn((length, *shape[1:]), generator=generator, device=device)
             cache[slots] = context.to(dtype)
-    return PagedCache(
+    return PagedContext(
         key=key,
         value=value,
         block_tables=tables,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.attention_tile import PagedCache, Scores
+from kernels.attention_tile import PagedContext, Scores
 from kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
 from kernels.paged_attention import paged_attention
 from kernels.paged_prefill import paged_prefill
@@ -20,7 +20,7 @@ from kernels.store_kv import store_kv
 X = torch.zeros(2, 8)
 HEADS = torch.zeros(2, 4, 8)
 POSITIONS = torch.zeros(2, dtype=torch.int32)
-CACHE = PagedCache(
+CACHE = PagedContext(
     key=torch.zeros(32, 2, 8),
     value=torch.zeros(32, 2, 8),
     block_tables=torch.zeros((2, 2), dtype=torch.int32),
