@@ -85,7 +85,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMark(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward step as the runner saw it; monotonic nanoseconds."""
+    """One forward step as the runner saw it; monotonic nanoseconds.
+
+    ``pause_ns`` is what the capture did on the step thread before it (starting, stopping and
+    exporting): a running row waited ``pause_ns`` plus the step for its next token.
+    """
 
     step: int
     stage: Stage
@@ -93,7 +97,8 @@ class StepMark(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     start_ns: int
     end_ns: int
-    segment: int = -1  # index into the manifest's segments; -1: not recorded
+    pause_ns: int = 0
+    recorded: bool = True
 
 
 class RankManifest(msgspec.Struct, kw_only=True):
@@ -103,12 +108,14 @@ class RankManifest(msgspec.Struct, kw_only=True):
     rank: Rank
     complete: bool = False
     reason: str = ""  # why it ended
+    errors: list[str] = []  # segments that could not be written
+    activities: tuple[str, ...] = ()
     host: str = ""
     boot_id: str = ""  # ranks of one boot share one monotonic clock
     pid: int = 0
     wall_minus_monotonic_ns: int = 0
     armed_ns: int = 0  # monotonic, when the capture was armed
-    released_ns: int = 0  # monotonic, when the step thread was free again
+    final_pause_ns: int = 0  # as StepMark.pause_ns, after the last step
     segments: list[Segment] = []
     steps: list[StepMark] = []
 

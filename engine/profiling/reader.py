@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 import msgspec
 from isal import igzip, isal_zlib
@@ -65,8 +65,8 @@ def open_trace(path: Path, sha256: str = "") -> Iterator[BinaryIO]:
         if not compressed:
             yield raw
             return
-        with igzip.IGzipFile(fileobj=raw, mode="rb") as plain:
-            yield plain  # type: ignore[misc]
+        with igzip.IGzipFile(fileobj=raw, mode="rb") as plain:  # type: ignore[no-untyped-call]
+            yield cast(BinaryIO, plain)
 
 
 def chunks(stream: BinaryIO) -> Iterator[bytes]:
