@@ -71,6 +71,11 @@ export function when(unixSeconds, nowSeconds = Date.now() / 1000) {
   return then.getFullYear() === now.getFullYear() ? day : `${day} ${then.getFullYear()}`;
 }
 
+/** As `when`, without the time of day before today: "14:03", "Tue", "3 Mar". */
+export function whenShort(unixSeconds, nowSeconds = Date.now() / 1000) {
+  return when(unixSeconds, nowSeconds).replace(/^([A-Z]\w\w) .*/, "$1");
+}
+
 /** Place of an epoch in the ramp of 8 version colours. */
 export function ramp(epoch) {
   return epoch === null || epoch === undefined ? 7 : epoch % 8;
