@@ -25,7 +25,7 @@ export function explain(error) {
   const wait = error.retry_after_s ? ` The server suggests ${error.retry_after_s} s.` : "";
   const code = [error.type, error.status_code].filter(Boolean).join(", ");
   const detail = [sentence(error.message), code ? `(${code})` : ""].filter(Boolean).join(" ");
-  return { what, detail, todo: todo + wait };
+  return { what: `${what}.`, detail, todo: todo + wait };
 }
 
 function sentence(text) {

@@ -53,6 +53,7 @@ class AnswerView extends HTMLElement {
     this.drawProblem();
     this.querySelector(".tools").hidden = isLive(answer) || (!answer.text && !this.actions.regenerate);
     this.querySelector("[data-do=tokens]").hidden = !answer.tokenIds.length;
+    this.querySelector("[data-do=copy]").hidden = !answer.text;
     this.dispatchEvent(new CustomEvent("qd-grown", { bubbles: true }));
   }
 

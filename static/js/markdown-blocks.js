@@ -51,7 +51,8 @@ function frozenCount(tokens) {
   let blockEnd = 0;
   for (const [index, token] of tokens.entries()) {
     if (token.type === "space") continue;
-    if (index > blockEnd - 1 && blockEnd && token.raw.includes("\n")) final = blockEnd;
+    const hasWholeLine = token.raw.includes("\n") || index < tokens.length - 1;
+    if (blockEnd && hasWholeLine) final = blockEnd;
     blockEnd = index + 1;
   }
   return final;
