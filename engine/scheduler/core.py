@@ -240,10 +240,8 @@ class SchedulerCore:
         assert self._in_flight is None, "the last plan is not committed"
         if self.idle:
             return None
-        retracted = self._grow()
-        begins = []
-        if self._waiting and not (retracted and self._running):
-            begins = self._admit(now)
+        self._grow()
+        begins = self._admit(now) if self._waiting else []
         step = self.bare_plan()
         step.begins = begins
         step.rows = self._plan_rows()
@@ -258,9 +256,8 @@ class SchedulerCore:
         ends, self._ends = self._ends, []
         return StepPlan(step=self._step, ends=ends)
 
-    def _grow(self) -> bool:
-        """A block for each sequence that decodes past its table; True if that retracted any."""
-        before = self._retractions
+    def _grow(self) -> None:
+        """A block for each sequence that decodes past its table, from the last ones if need be."""
         at = 0
         while at < len(self._running):
             sequence = self._running[at]
@@ -271,7 +268,6 @@ class SchedulerCore:
                 self._retract(self._running[-1])
             if sequence.slot is not None:
                 self._kv.grow(sequence)
-        return self._retractions > before
 
     def _admit(self, now: float) -> list[SlotBegin]:
         """Give slots and KV to waiting requests, in order, while there is budget to run them."""
@@ -283,15 +279,15 @@ class SchedulerCore:
             if sequence.waits_for_prefix:
                 at += 1
                 continue
-            if self._running and self._kv.available <= sequence.room_seen:
-                break
+            if sequence.room_seen is not None and self._room <= sequence.room_seen:
+                break  # nothing came free since it did not fit
             node = self._kv.match(sequence, self._epoch)
             if self._defers(sequence, node):
                 continue
-            if (shortage := self._shortage(sequence, node)) > 0:
+            if (shortage := self._kv.demand(sequence, node) - self._room) > 0:
                 if self._make_room(sequence, shortage):
                     continue
-                sequence.room_seen = self._kv.available
+                sequence.room_seen = self._room
                 break
             del self._waiting[at]
             begins.append(self._begin(sequence, node, now))
@@ -313,10 +309,11 @@ class SchedulerCore:
                     return True
         return False
 
-    def _shortage(self, sequence: Sequence, node: Node) -> int:
-        """Blocks missing to begin ``sequence`` and still let each running one grow by a block."""
+    @property
+    def _room(self) -> int:
+        """Blocks for a new sequence that leave one to each running one (and to it) to grow."""
         headroom = len(self._running) + 1 if self._running else 0
-        return self._kv.shortage(sequence, node) + headroom
+        return self._kv.available - headroom
 
     def _make_room(self, sequence: Sequence, shortage: int) -> bool:
         """Retract the last running sequence if those of lower priority can make up the shortage."""

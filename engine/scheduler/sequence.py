@@ -107,7 +107,7 @@ class Sequence:
     computed: int = 0
     node: Node | None = None  # end of the cached chain that this sequence locks
     waits_for: tuple[Sequence, int] | None = None  # who computes a prefix for us, its tokens
-    room_seen: int = -1  # available blocks when it last did not fit
+    room_seen: int | None = None  # blocks that the core had for it when it last did not fit
 
     block_runs: list[Runs] = field(default_factory=list)  # epochs that wrote each full block
     open_runs: list[tuple[int, int]] = field(default_factory=list)  # and the slots behind them
@@ -197,7 +197,7 @@ class Sequence:
         """Begin in ``slot``; the first ``node.depth`` blocks of ``table`` are full, by ``runs``."""
         self.slot, self.node, self.table, self.block_runs = slot, node, table, runs
         self.computed = node.depth * self.block_size
-        self.waits_for, self.room_seen = None, -1
+        self.waits_for = self.room_seen = None
 
     def leave_place(self) -> None:
         """Forget slot and KV (the caller gives the blocks back); tokens and their runs stay."""
