@@ -69,7 +69,9 @@ def test_text_that_only_began_like_a_stop_string_is_sent_when_it_is_clear():
 
 def test_held_back_text_is_sent_when_the_request_ends_without_the_stop():
     for finish in (LENGTH, ABORT, Finish(type="stop", matched=3)):
-        deltas = stream(["a ", "#", "#", "</s>"][: 3 + (finish.type == "stop")], finish, stop=("###",))
+        deltas = stream(
+            ["a ", "#", "#", "</s>"][: 3 + (finish.type == "stop")], finish, stop=("###",)
+        )
         assert "".join(deltas) == "a ##"
 
 
@@ -228,7 +230,11 @@ def test_state_is_freed_at_the_terminal_row_and_later_rows_are_dropped_and_count
     detokenizer = Detokenizer(ListVocabulary(["a"]))
     assert texts_of(
         detokenizer,
-        [token_row(ids=[0], decode=params()), token_row(ids=[0], finish=LENGTH), token_row(ids=[0])],
+        [
+            token_row(ids=[0], decode=params()),
+            token_row(ids=[0], finish=LENGTH),
+            token_row(ids=[0]),
+        ],
     ) == ["a", "a"]
     assert len(detokenizer) == 0
     assert detokenizer.counters["unknown_rows"] == 1

@@ -21,7 +21,7 @@ from tests.engine.detokenizer.vocabulary import ListVocabulary
 
 
 def first_stop(tokens, stop=(), stop_regex=(), special=(), skip=True):
-    """(index of the token, what it completed), or None: all ``tokens`` are pushed once, in order."""
+    """(index of the token, what it completed), or None; ``tokens`` are pushed in order."""
     sampling = SamplingParams(stop=stop, stop_regex=stop_regex, skip_special_tokens=skip)
     checker = StopChecker(sampling, ListVocabulary(tokens, special))
     for index in range(len(tokens)):
