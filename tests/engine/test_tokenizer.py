@@ -188,6 +188,15 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
     assert pair.ours.encode(text) == pair.theirs.encode(text)
 
 
+def test_text_that_was_streamed_is_not_cleaned_up_afterwards(tmp_path):
+    """The one case in which decoding differs from transformers, on purpose."""
+    directory = write_model_dir(tmp_path, "words", clean_up_tokenization_spaces=True)
+    pair = Pair(directory)
+    ids = pair.ours.encode("dog .")
+    assert pair.ours.decode(ids) == "dog ."
+    assert pair.theirs.decode(ids) == "dog."
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [

@@ -123,6 +123,19 @@ def test_a_stop_regex_holds_back_and_is_cut():
     assert "".join(deltas) == "step 1. go\n"
 
 
+@pytest.mark.parametrize(("stop", "shown"), [("fox", ""), (" fox", ""), ("x", "fo")])
+def test_a_first_space_that_is_not_shown_still_counts_for_stops(tokenizer_of, stop, shown):
+    """Behind a prompt of special tokens only, a Llama answer is shown without its first space."""
+    tokenizer = tokenizer_of("llama")
+    ids = tokenizer.encode("fox", add_special_tokens=False)
+    checker = StopChecker(SamplingParams(stop=(stop,)), tokenizer)
+    assert [checker.push(i) for i in ids][-1] == stop
+    rows = [token_row(ids=[i]) for i in ids]
+    rows[0].decode = DecodeParams(prompt_tail=tokenizer.encode(""), stop=(stop,))
+    rows[-1].finish = Finish(type="stop", matched=stop)
+    assert "".join(texts_of(Detokenizer(tokenizer), rows)) == shown
+
+
 some_tokens = st.lists(
     st.sampled_from(["a", "#", "##", "b#", " ", b"\xe4", b"\xb8\x96", "世", "###b"]), max_size=14
 )
