@@ -23,6 +23,7 @@ import msgspec
 
 from engine import messages as m
 from engine.config import EngineConfig
+from engine.detokenizer.stops import check_stops
 from engine.errors import BadRequest, DeadlineExceeded, EngineUnreachable, QuarterdeckError
 from engine.lease import LeaseHolder, LeaseThread
 from engine.runfile import RunFile, read_run_file
@@ -72,6 +73,7 @@ class TokenizerWorker:
         given = [request.text, request.input_ids, request.messages]
         if sum(value is not None for value in given) != 1:
             raise BadRequest("give exactly one of text, input_ids and messages")
+        check_stops(request.sampling.stop, request.sampling.stop_regex)
         if request.input_ids is not None:
             ids = request.input_ids
         elif request.text is not None and len(request.text) > LONG_TEXT:

@@ -139,9 +139,7 @@ def answers(draw):
 @given(rows=answers(), cuts=st.lists(st.integers(1, 5), max_size=3))
 def test_merging_any_split_gives_the_row_of_the_whole(rows, cuts):
     borders = [0, *sorted({cut for cut in cuts if cut < len(rows)}), len(rows)]
-    parts = [
-        m.merge_all(rows[start:end]) for start, end in zip(borders, borders[1:], strict=False)
-    ]
+    parts = [m.merge_all(rows[start:end]) for start, end in zip(borders, borders[1:], strict=False)]
     whole = m.merge_all(rows)
     assert m.merge_all(parts) == whole
     assert whole.output_ids == list(range(len(rows)))

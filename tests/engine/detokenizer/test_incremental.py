@@ -69,7 +69,9 @@ def test_text_that_only_began_like_a_stop_string_is_sent_when_it_is_clear():
 
 def test_held_back_text_is_sent_when_the_request_ends_without_the_stop():
     for finish in (LENGTH, ABORT, Finish(type="stop", matched=3)):
-        deltas = stream(["a ", "#", "#", "</s>"][: 3 + (finish.type == "stop")], finish, stop=("###",))
+        deltas = stream(
+            ["a ", "#", "#", "</s>"][: 3 + (finish.type == "stop")], finish, stop=("###",)
+        )
         assert "".join(deltas) == "a ##"
 
 
@@ -119,6 +121,19 @@ def test_a_stop_regex_holds_back_and_is_cut():
     )
     assert deltas[:4] == ["step 1", ".", " go", "\n"]
     assert "".join(deltas) == "step 1. go\n"
+
+
+@pytest.mark.parametrize(("stop", "shown"), [("fox", ""), (" fox", ""), ("x", "fo")])
+def test_a_first_space_that_is_not_shown_still_counts_for_stops(tokenizer_of, stop, shown):
+    """Behind a prompt of special tokens only, a Llama answer is shown without its first space."""
+    tokenizer = tokenizer_of("llama")
+    ids = tokenizer.encode("fox", add_special_tokens=False)
+    checker = StopChecker(SamplingParams(stop=(stop,)), tokenizer)
+    assert [checker.push(i) for i in ids][-1] == stop
+    rows = [token_row(ids=[i]) for i in ids]
+    rows[0].decode = DecodeParams(prompt_tail=tokenizer.encode(""), stop=(stop,))
+    rows[-1].finish = Finish(type="stop", matched=stop)
+    assert "".join(texts_of(Detokenizer(tokenizer), rows)) == shown
 
 
 some_tokens = st.lists(
@@ -228,7 +243,11 @@ def test_state_is_freed_at_the_terminal_row_and_later_rows_are_dropped_and_count
     detokenizer = Detokenizer(ListVocabulary(["a"]))
     assert texts_of(
         detokenizer,
-        [token_row(ids=[0], decode=params()), token_row(ids=[0], finish=LENGTH), token_row(ids=[0])],
+        [
+            token_row(ids=[0], decode=params()),
+            token_row(ids=[0], finish=LENGTH),
+            token_row(ids=[0]),
+        ],
     ) == ["a", "a"]
     assert len(detokenizer) == 0
     assert detokenizer.counters["unknown_rows"] == 1

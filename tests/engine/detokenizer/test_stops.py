@@ -7,6 +7,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.client import GenerateReqInput, TokenizerWorker
 from engine.detokenizer.stops import (
     REGEX_CHARACTERS,
     STOP_CHARACTERS,
@@ -21,7 +22,7 @@ from tests.engine.detokenizer.vocabulary import ListVocabulary
 
 
 def first_stop(tokens, stop=(), stop_regex=(), special=(), skip=True):
-    """(index of the token, what it completed), or None: all ``tokens`` are pushed once, in order."""
+    """(index of the token, what it completed), or None; ``tokens`` are pushed in order."""
     sampling = SamplingParams(stop=stop, stop_regex=stop_regex, skip_special_tokens=skip)
     checker = StopChecker(sampling, ListVocabulary(tokens, special))
     for index in range(len(tokens)):
@@ -117,6 +118,13 @@ def test_a_regex_that_explodes_ends_its_request_with_a_sentence():
 def test_stops_that_no_request_may_have_are_refused(stop, stop_regex, reason):
     with pytest.raises(BadRequest, match=reason):
         check_stops(stop, stop_regex)
+
+
+async def test_bad_stops_are_refused_before_a_prompt_is_sent(tokenizer_of):
+    worker = TokenizerWorker(tokenizer_of("byte_level"), max_context=100, vocab_size=400)
+    sampling = SamplingParams(stop_regex=("(",))
+    with pytest.raises(BadRequest, match="does not compile"):
+        await worker.tokenize(GenerateReqInput(text="hi", sampling=sampling))
 
 
 def test_ordinary_stops_are_accepted():

@@ -13,11 +13,17 @@ from engine.detokenizer.text import (
     is_at_start,
     open_stream,
 )
-from tests.engine.samples import KINDS
+from engine.tokenizer import Tokenizer
+from tests.engine.samples import KINDS, embedded_model_dir
 
 ALL = sorted(KINDS)
 seeds = st.lists(st.integers(0, 2**32 - 1), max_size=40)  # become ids of any vocabulary
 sizes = st.lists(st.integers(1, 5), min_size=40, max_size=40)
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return Tokenizer.load(embedded_model_dir())
 
 
 def ids_of(tokenizer, numbers):
@@ -54,6 +60,17 @@ def test_deltas_concatenate_to_one_shot_decoding(tokenizer_of, kind, skip, numbe
     ids = ids_of(tokenizer, numbers)
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(answer(tokenizer, ids, lengths, skip=skip)) == whole
+
+
+@pytest.mark.model
+@settings(max_examples=300, deadline=None)
+@given(numbers=seeds, lengths=sizes, skip=st.booleans())
+def test_deltas_of_the_embedded_model_concatenate_to_one_shot_decoding(
+    smollm2, numbers, lengths, skip
+):
+    ids = ids_of(smollm2, numbers)
+    whole = smollm2.decode(ids, skip_special_tokens=skip)
+    assert "".join(answer(smollm2, ids, lengths, skip=skip)) == whole
 
 
 @pytest.mark.parametrize("kind", ALL)
