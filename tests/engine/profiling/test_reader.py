@@ -18,7 +18,7 @@ nasty = st.text(alphabet='{}[],:"\\ \n\taé€𝄞', max_size=12) | st.sampled_f
     ['},', '},{"ph":"X"', '"traceEvents": [', "\\", '\\"', "],", "}]}"]
 )
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | nasty,
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | nasty,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(nasty, inner, max_size=3),
     max_leaves=8,
 )
