@@ -57,7 +57,9 @@ def test_processes_carry_rank_labels_and_sort_by_dp_before_tp(tmp_path):
     whole_profile(tmp_path, [Rank(dp=1, tp=0), Rank(dp=0, tp=1), Rank(dp=0, tp=0)])
     document = read_merged(merge(tmp_path, "p").merged)
     metadata = [event for event in document["traceEvents"] if event["ph"] == "M"]
-    index = {e["pid"]: e["args"]["sort_index"] for e in metadata if e["name"].endswith("sort_index")}
+    index = {
+        e["pid"]: e["args"]["sort_index"] for e in metadata if e["name"].endswith("sort_index")
+    }
     label = {e["args"]["name"]: e["pid"] for e in metadata if e["name"] == "process_name"}
     assert sorted(label, key=lambda name: index[label[name]]) == [
         "[TP00-DP00] python 9",
@@ -186,8 +188,7 @@ def test_traces_of_an_sglang_server_merge_with_a_label_about_their_clocks(tmp_pa
     result = merge(root, "1700.5")
     assert result.ranks_found == ["dp0-tp0", "dp0-tp1"]
     assert result.label == (
-        "2 ranks, the expected ranks are not written down, "
-        "clocks not aligned: dp0-tp0 dp0-tp1"
+        "2 ranks, the expected ranks are not written down, clocks not aligned: dp0-tp0 dp0-tp1"
     )
     assert result.clock.uncertainty_ns is None
     document = read_merged(result.merged)
@@ -242,8 +243,11 @@ def test_words_for_pid_and_tid_become_integers_with_their_names_kept(tmp_path):
     write_trace(tmp_path / "p-TP-0.trace.json.gz", events)
     result = merge(tmp_path, "p")
     assert check_trace(Path(result.merged)).violations == []
-    names = [e["args"]["name"] for e in read_merged(result.merged)["traceEvents"] if e["ph"] == "M"
-             and e["name"].endswith("_name")]
+    names = [
+        e["args"]["name"]
+        for e in read_merged(result.merged)["traceEvents"]
+        if e["ph"] == "M" and e["name"].endswith("_name")
+    ]
     assert any(name.startswith("[TP00-DP00] Spans") for name in names)
     assert "PyTorch Profiler" in names
 

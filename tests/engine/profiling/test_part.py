@@ -51,9 +51,7 @@ def test_exactly_the_flows_with_both_ends_pass_and_in_the_order_of_each_flow(pus
     pairs = FlowPairs()
     given_events = [Event(ph=phase, id=number, ts=at) for at, (phase, number) in enumerate(pushed)]
     passed = [event for event in map(pairs.push, given_events) for event in event]
-    ends = {
-        number: {phase for phase, other in pushed if other == number} for _, number in pushed
-    }
+    ends = {number: {phase for phase, other in pushed if other == number} for _, number in pushed}
     whole = [event for event in given_events if {"s", "f"} <= ends[event.id]]
     assert sorted(passed, key=lambda event: event.ts) == whole
     for number in ends:
