@@ -128,6 +128,14 @@ class ProfileFile(msgspec.Struct, frozen=True, kw_only=True):
     created_at: float = 0.0  # seconds since the Unix epoch
 
 
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that could not be used, and why. "" where no rank or no file can be named."""
+
+    rank: str
+    file: str
+    error: str
+
+
 @dataclass(kw_only=True)
 class Source:
     """Trace files of one rank. ``manifest`` is None for files of another engine."""
@@ -145,7 +153,7 @@ class Found:
     profile_id: str
     expected: list[Rank] | None
     sources: list[Source]
-    errors: list[dict[str, str]]
+    problems: list[Problem]
 
     @property
     def missing(self) -> list[str]:
@@ -212,7 +220,9 @@ def confined(directory: Path, name: str) -> Path:
 def find(directory: Path, profile_id: str) -> Found:
     """Everything the directory holds of exactly this profile. OSError if it cannot be listed."""
     check_profile_id(profile_id)
-    found = Found(directory=directory, profile_id=profile_id, expected=None, sources=[], errors=[])
+    found = Found(
+        directory=directory, profile_id=profile_id, expected=None, sources=[], problems=[]
+    )
     names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
     if f"{profile_id}.profile.json" in names:
         found.expected = _read_expected(found, f"{profile_id}.profile.json")
@@ -230,7 +240,7 @@ def _read_expected(found: Found, name: str) -> list[Rank] | None:
     try:
         profile = msgspec.json.decode((found.directory / name).read_bytes(), type=ProfileFile)
     except msgspec.DecodeError as error:
-        found.errors.append({"file": name, "error": f"not a profile file: {error}"})
+        found.problems.append(Problem(rank="", file=name, error=f"not a profile file: {error}"))
         return None
     return sorted(profile.ranks, key=lambda rank: rank.order)
 
@@ -239,10 +249,11 @@ def _add_manifest(found: Found, name: str) -> None:
     try:
         manifest = msgspec.json.decode((found.directory / name).read_bytes(), type=RankManifest)
     except msgspec.DecodeError as error:
-        found.errors.append({"file": name, "error": f"not a manifest: {error}"})
+        found.problems.append(Problem(rank="", file=name, error=f"not a manifest: {error}"))
         return
     if name != f"{found.profile_id}-{manifest.rank.name}.manifest.json":
-        found.errors.append({"file": name, "error": "the manifest belongs to another profile"})
+        sentence = "the manifest belongs to another profile or rank"
+        found.problems.append(Problem(rank="", file=name, error=sentence))
         return
     found.sources.append(
         Source(rank=manifest.rank, manifest=manifest, segments=list(manifest.segments))

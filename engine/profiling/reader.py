@@ -242,4 +242,9 @@ def _parse_object(text: bytes) -> dict[str, Any] | None:
 
 def _name_event(reason: str, before: int) -> str:
     """msgspec's sentence with the event's index in the file in place of that in the batch."""
-    return _EVENT_INDEX.sub(lambda at: f"event {before + int(at[1])}, field {at[2]}", reason)
+
+    def place(found: re.Match[str]) -> str:
+        field = f", field {found[2]}" if found[2] else ""
+        return f"event {before + int(found[1])}{field}"
+
+    return _EVENT_INDEX.sub(place, reason)

@@ -65,7 +65,7 @@ class RuleChecker:
     def __init__(self) -> None:
         self.report = RuleReport()
         self._named: set[Any] = set()
-        self._unnamed: set[Any] = set()
+        self._unnamed: set[int] = set()
         self._metadata_over = False
         self._flows: dict[int, int] = {}  # hash of the flow -> bits of FLOW_ENDS
         self._open: Counter[tuple[Any, ...]] = Counter()
@@ -83,8 +83,8 @@ class RuleChecker:
         else:
             self._metadata_over = True
             self._check_times(event, phase)
-            if event.get("pid") not in self._named:
-                self._unnamed.add(event.get("pid"))
+            if (pid := event.get("pid")) not in self._named and type(pid) is int:
+                self._unnamed.add(pid)
             self._note_pairs(event, phase)
         self.report.events += 1
 

@@ -5,6 +5,7 @@ Path: capture.py -> here -> pack.py (child) -> here -> the manifest file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -27,7 +28,9 @@ class Writer:
     def __init__(self, directory: Path, manifest: RankManifest) -> None:
         self._directory = directory
         self._manifest = manifest
-        self._sent = 0
+        self._sent = 0  # counted by the step thread
+        self._answered = 0  # counted by the writer's thread
+        self._finished = threading.Event()
         self.error = ""
         self.done = False
         root = str(Path(__file__).resolve().parents[2])
@@ -49,15 +52,14 @@ class Writer:
             self._child.stdin.write(msgspec.json.encode(job) + b"\n")
             self._child.stdin.flush()
         except BrokenPipeError:
-            self.error = "the process that packs segments is gone"
+            Path(job.raw).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """No more segments will come. ``done`` follows when the sent ones are packed."""
         assert self._child.stdin
-        try:
+        with contextlib.suppress(BrokenPipeError):  # the thread has seen that and says so
             self._child.stdin.close()
-        except BrokenPipeError:
-            self.error = "the process that packs segments is gone"
+        self._finished.set()
 
     def close(self) -> None:
         """Waits for what was sent."""
@@ -65,19 +67,22 @@ class Writer:
 
     def _collect(self) -> None:
         manifest = self._manifest
-        answered = 0
-        with self._child as child:
-            assert child.stdout
-            for line in child.stdout:
-                answered += 1
+        assert self._child.stdout
+        with self._child.stdout as answers:
+            for line in answers:
+                self._answered += 1
                 result = msgspec.json.decode(line, type=PackResult)
                 if result.segment is not None:
                     manifest.segments.append(result.segment)
                 else:
                     self._fail(result.error)
                 self._write()
-        if answered < self._sent:
-            self._fail(f"{self._sent - answered} segments lost: the packing process ended")
+        code = self._child.wait()
+        if not self._finished.is_set():
+            self._fail(f"the packing process ended with code {code}")
+        self._finished.wait()
+        if self._answered < self._sent:
+            self._fail(f"{self._sent - self._answered} segments were not packed")
         manifest.complete = True
         self._write()
         self.done = True

@@ -15,10 +15,14 @@ from engine.profiling.reader import TraceError, TraceReader, open_trace
 
 # Text that looks like the structure around it, escapes, and characters of two to four bytes.
 nasty = st.text(alphabet='{}[],:"\\ \n\taé€𝄞', max_size=12) | st.sampled_from(
-    ['},', '},{"ph":"X"', '"traceEvents": [', "\\", '\\"', "],", "}]}"]
+    ["},", '},{"ph":"X"', '"traceEvents": [', "\\", '\\"', "],", "}]}"]
 )
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | nasty,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | nasty,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(nasty, inner, max_size=3),
     max_leaves=8,
 )
@@ -70,7 +74,10 @@ def test_a_trace_that_ends_early_is_refused_wherever_it_ends(listed, layout, dat
 
 
 def test_a_key_of_that_name_inside_the_envelope_is_not_the_list_of_events():
-    text = b'{"x": {"traceEvents": [{"ph": "no"}]}, "s": "\\"traceEvents\\": [", "traceEvents": [{"ph": "X"}]}'
+    text = (
+        b'{"x": {"traceEvents": [{"ph": "no"}]}, "s": "\\"traceEvents\\": [", '
+        b'"traceEvents": [{"ph": "X"}]}'
+    )
     found, envelope = read_all(text, 7)
     assert found == [{"ph": "X"}]
     assert envelope == {"x": {"traceEvents": [{"ph": "no"}]}, "s": '"traceEvents": ['}

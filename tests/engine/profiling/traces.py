@@ -22,15 +22,38 @@ BASE_NS = 1_790_857_026_000_000_000
 
 
 def span(name: str, ts: float, dur: float, *, pid: Any = 9, tid: Any = 9, **more: Any) -> dict:
-    return {"ph": "X", "cat": "cpu_op", "name": name, "pid": pid, "tid": tid, "ts": ts, "dur": dur} | more
+    return {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+    } | more
 
 
 def named(pid: Any, name: str) -> dict:
-    return {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "ts": 0, "args": {"name": name}}
+    return {
+        "ph": "M",
+        "name": "process_name",
+        "pid": pid,
+        "tid": 0,
+        "ts": 0,
+        "args": {"name": name},
+    }
 
 
 def flow(phase: str, number: Any, ts: float, *, pid: Any = 9, tid: Any = 9) -> dict:
-    return {"ph": phase, "cat": "ac2g", "name": "ac2g", "id": number, "pid": pid, "tid": tid, "ts": ts}
+    return {
+        "ph": phase,
+        "cat": "ac2g",
+        "name": "ac2g",
+        "id": number,
+        "pid": pid,
+        "tid": tid,
+        "ts": ts,
+    }
 
 
 def document(events: list[dict], **head: Any) -> dict:
@@ -71,9 +94,7 @@ class ProfileDir:
 
     def manifest(self, rank: Rank, segments: list[Segment], **more: Any) -> RankManifest:
         fields = {"complete": True, "boot_id": "boot", "host": "host"} | more
-        manifest = RankManifest(
-            profile_id=self.profile_id, rank=rank, segments=segments, **fields
-        )
+        manifest = RankManifest(profile_id=self.profile_id, rank=rank, segments=segments, **fields)
         write_manifest(self.root, manifest)
         return manifest
 
