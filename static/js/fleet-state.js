@@ -77,7 +77,7 @@ function stateBar({ engine, ranks }) {
     mixed: { tone: "warn", text: `Mixed weights: ${versionsByGroup(ranks)}.` },
     degraded: { tone: "bad", text: `Degraded${why}.` },
     stopping: { tone: "warn", text: `The engine is stopping${why}.` },
-    down: { tone: "bad", text: `The engine is down${why}.` },
+    unreachable: { tone: "bad", text: `The engine does not answer${why}. It restarts by itself; requests are refused until it is back.` },
   };
   if (texts[engine.state]) return texts[engine.state];
   if (!down.length) return null;
