@@ -33,7 +33,7 @@ const versionOf = (view) => (view.weight_version ? `${view.weight_version} · ${
 function drawEngine({ engine, ranks }) {
   const sum = totals(ranks);
   fill(document.getElementById("engine-stats"), {
-    model: engine.model || "–", version: engine.epoch === null ? "mixed" : versionOf(engine), speed: rate(sum.tokens_per_s),
+    model: engine.model.split("/").at(-1) || "–", version: engine.epoch === null ? "mixed" : versionOf(engine), speed: rate(sum.tokens_per_s),
     running: count(sum.running), waiting: count(sum.waiting), kv: percent(sum.kv_used / sum.kv_total),
   });
 }
@@ -197,10 +197,10 @@ function defineCharts(snapshot) {
   const perGroup = (what) => groups.map((dp, place) => ({ name: `${what}.dp${dp}`, label: `dp${dp}`, colour: `chart-${1 + (place % 4)}`, dashed: place >= 4 }));
   const [speed, requests, kv, step] = charts;
   const total = groups.length > 1 ? [{ name: "speed", label: "all", colour: "text-2", dashed: true }] : [];
-  speed.define({ series: [...perGroup("speed"), ...total], window: samples, marks });
-  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, marks });
+  speed.define({ series: [...perGroup("speed"), ...total], window: samples, marks, floor: 10 });
+  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, marks, floor: 4 });
   kv.define({ series: perGroup("kv"), window: samples, marks, max: 100 });
-  step.define({ series: [{ name: "step.p99", label: "p99", colour: "chart-1", bandTo: "step.p50" }, { name: "step.p50", label: "p50", colour: "chart-1" }], window: samples, marks });
+  step.define({ series: [{ name: "step.p99", label: "p99", colour: "chart-1", bandTo: "step.p50" }, { name: "step.p50", label: "p50", colour: "chart-1" }], window: samples, marks, floor: 10 });
 }
 
 function sample(snapshot) {
