@@ -10,9 +10,9 @@ const TABLE_EVERY_S = 30;
 const cursorSync = uPlot.sync("fleet");
 
 /**
- * `define({series, window, marks, max, floor})`: `max` fixes the top of the scale, `floor` is the least it
- * may be; series is [{name, label, colour, dashed, bandTo}], where
- * `bandTo` names the series this one is the upper edge over. `refresh()` draws the newest samples.
+ * `define({series, window, marks, max, floor})`: series is [{name, label, colour, dashed, bandTo}], where
+ * `bandTo` names the series this one is the upper edge over; `max` fixes the top of the scale, `floor` is
+ * the least it may be. `refresh()` draws the newest samples.
  */
 class Chart extends HTMLElement {
   connectedCallback() {

@@ -5,7 +5,7 @@ import { drawSpark } from "./charts.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, icon, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { ageOf, toneOf, totals } from "./fleet-state.js";
+import { ageOf, isLoaded, toneOf, totals } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
 import { SampleWindow, StepTimes, newEpochs, sampleOf } from "./series.js";
@@ -64,9 +64,10 @@ function drawRank(rank) {
   const tone = toneOf(rank.state);
   setData(card, "tone", tone === "ok" ? null : tone);
   setData(card.querySelector(".dot"), "tone", tone);
+  card.querySelector(".swatch").hidden = !isLoaded(rank);
   setData(card.querySelector(".swatch"), "ramp", ramp(rank.epoch));
   fill(card, {
-    state: rank.state, name: `dp${rank.dp} · tp${rank.tp}`, version: versionOf(rank), speed: rate(rank.tokens_per_s),
+    state: rank.state, name: `dp${rank.dp} · tp${rank.tp}`, version: isLoaded(rank) ? versionOf(rank) : "no weights yet", speed: rate(rank.tokens_per_s),
     running: count(rank.running), waiting: count(rank.waiting), step: rank.step_s ? `step ${duration(rank.step_s)}` : "",
     kv: `KV ${count(rank.kv_used)} of ${count(rank.kv_total)} tokens`, "kv-share": percent(share),
   });
@@ -88,7 +89,7 @@ function drawAges() {
     const card = cards.get(rankKey(rank));
     const age = ageOf(rank.seen_at, feed.state, nowS());
     if (!card) continue;
-    fill(card, { age: age > SHOW_AGE_S ? ago(age) : "" });
+    fill(card, { age: isLoaded(rank) && age > SHOW_AGE_S ? ago(age) : "" });
     card.classList.toggle("stale-tile", age > STALE_S);
   }
   for (const worker of feed.snapshot.workers) {
@@ -120,7 +121,7 @@ const workers = new KeyedRows(document.getElementById("workers"), {
 });
 
 function drawWorkers(snapshot) {
-  workers.show(snapshot.workers);
+  workers.show([...snapshot.workers].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true })));
   document.getElementById("no-workers").hidden = snapshot.workers.length > 0;
   fill(page, { "worker-count": snapshot.workers.length ? String(snapshot.workers.length) : "" });
 }
