@@ -18,17 +18,15 @@ class AnswerView extends HTMLElement {
     this._drawnAt = 0;
   }
 
-  /** Shows `answer` and wires the buttons: `actions` is {regenerate?, stop}. */
-  bind(answer, actions) {
+  /** Shows `answer` and wires the buttons: `sendAgain` asks the question anew. */
+  bind(answer, { sendAgain }) {
     this.answer = answer;
-    this.actions = actions;
     this.append(fromTemplate("answer"));
     this.body = this.querySelector(".answer-body");
     this.markdown = new MarkdownView(this.body);
     this.querySelector("[data-do=tokens]").addEventListener("click", () => this.toggleTokens());
     this.querySelector("[data-do=copy]").addEventListener("click", (event) => this.copy(event.currentTarget));
-    const again = this.querySelector("[data-do=regenerate]");
-    if (again) again.addEventListener("click", () => actions.regenerate?.());
+    this.querySelector("[data-do=again]").addEventListener("click", sendAgain);
     epochs.addEventListener("change", () => this.drawFacts());
     this.draw();
     return this;
@@ -51,7 +49,7 @@ class AnswerView extends HTMLElement {
     else this.markdown.show(answer.text);
     this.drawFacts();
     this.drawProblem();
-    this.querySelector(".tools").hidden = isLive(answer) || (!answer.text && !this.actions.regenerate);
+    this.querySelector(".tools").hidden = isLive(answer);
     this.querySelector("[data-do=tokens]").hidden = !answer.tokenIds.length;
     this.querySelector("[data-do=copy]").hidden = !answer.text;
     this.dispatchEvent(new CustomEvent("qd-grown", { bubbles: true }));
@@ -122,11 +120,11 @@ function problemOf(answer) {
   const tokens = plural(tokenCount(answer), "token");
   if (answer.phase === "stopping") return { tone: "info", what: "Stopping…", detail: "", todo: "" };
   if (answer.phase === "stopped") {
-    const slot = answer.slotFreed === false ? "the engine has not confirmed that its slot is free" : "slot freed";
-    return { tone: answer.slotFreed === false ? "warn" : "info", what: `Stopped, ${tokens}, ${slot}`, detail: "", todo: "" };
+    const slot = { true: ", slot freed", false: ", the engine has not confirmed that its slot is free" }[answer.slotFreed] ?? "";
+    return { tone: answer.slotFreed === false ? "warn" : "info", what: `Stopped, ${tokens}${slot}`, detail: "", todo: "" };
   }
   if (answer.phase === "lost") {
-    return { tone: "warn", what: `The answer was ended while this page was away, ${tokens} kept`, detail: "", todo: "Reload to see what was stored, or send again." };
+    return { tone: "warn", what: `This answer went on or was ended while the page was away, ${tokens} seen here`, detail: "", todo: "Reload to see what was stored, or send again." };
   }
   if (answer.phase === "elsewhere") return { tone: "info", what: "This answer goes on in another tab", detail: "", todo: "" };
   if (answer.phase === "failed") return { tone: "bad", ...explain(answer.error) };

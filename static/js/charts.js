@@ -10,8 +10,9 @@ const TABLE_EVERY_S = 30;
 const cursorSync = uPlot.sync("fleet");
 
 /**
- * `define({series, window, marks, max})`: series is [{name, label, colour, dashed, bandTo}], where
- * `bandTo` names the series this one is the upper edge over. `refresh()` draws the newest samples.
+ * `define({series, window, marks, max, floor})`: series is [{name, label, colour, dashed, bandTo}], where
+ * `bandTo` names the series this one is the upper edge over; `max` fixes the top of the scale, `floor` is
+ * the least it may be. `refresh()` draws the newest samples.
  */
 class Chart extends HTMLElement {
   connectedCallback() {
@@ -27,10 +28,11 @@ class Chart extends HTMLElement {
     new ResizeObserver(() => this.plot?.setSize({ width: this.plotBox.clientWidth, height: HEIGHT })).observe(this.plotBox);
   }
 
-  define({ series, window, marks, max = null }) {
+  define({ series, window, marks, max = null, floor = 1 }) {
     this.window = window;
     this.marks = marks;
     this.max = max;
+    this.floor = floor;
     this.series = series;
     this.rebuild();
   }
@@ -58,9 +60,9 @@ class Chart extends HTMLElement {
 
   top(columns) {
     if (this.max !== null) return this.max;
-    let top = 0;
+    let top = this.floor / 1.1;
     for (const column of columns) for (const value of column) if (value > top) top = value;
-    return top > 0 ? top * 1.1 : 1;
+    return top * 1.1;
   }
 
   build() {

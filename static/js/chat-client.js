@@ -1,5 +1,5 @@
 // Streams of this page over /ws/chat/: starts, stops, resumes after a lost socket or a reload.
-// What is needed to resume (stream id, next index, text so far) is kept in sessionStorage.
+// What a resume needs (stream id, next index, text so far) is kept in sessionStorage.
 
 import { isLive, newAnswer, skipTo, takeFrame } from "./chat-stream.js";
 import { LiveSocket } from "./socket.js";
@@ -31,9 +31,9 @@ export class ChatClient extends EventTarget {
   }
 
   /** Sends a start frame (now, or as soon as the socket is open); gives the answer that will fill. */
-  start({ turn, compare, text, route, params, conversation }) {
+  start({ text, route, params, conversation, parent }) {
     const stream = newId();
-    const frame = { type: "start", stream, conversation, text, route, params, turn, compare };
+    const frame = { type: "start", stream, conversation, parent, text, route, params };
     const answer = newAnswer({ stream, route, conversation, sentAt: Date.now() });
     this.answers.set(stream, { answer, start: frame, sent: this.socket.send(frame), repairing: false });
     this._store();
@@ -50,8 +50,8 @@ export class ChatClient extends EventTarget {
   /** Answers of this tab that were live when the page went away: attaches to them again. */
   restore() {
     const kept = readStore(this.storage);
-    for (const { answer, turn } of kept) {
-      this.answers.set(answer.stream, { answer, start: { turn }, sent: true, repairing: false });
+    for (const { answer, text } of kept) {
+      this.answers.set(answer.stream, { answer, start: { text }, sent: true, repairing: false });
       this.socket.send({ type: "resume", stream: answer.stream, next: answer.next });
     }
     return kept;
@@ -86,7 +86,7 @@ export class ChatClient extends EventTarget {
 
   /** The server does not know the stream: never arrived, or ended while we were away. */
   _forgotten(entry) {
-    if (entry.answer.next === 0 && entry.start.text !== undefined) this.socket.send(entry.start);
+    if (entry.answer.next === 0 && entry.start.type) this.socket.send(entry.start);
     else entry.answer.phase = "lost";
   }
 
@@ -110,7 +110,7 @@ export class ChatClient extends EventTarget {
 
   _store() {
     const kept = [...this.answers.values()].filter((entry) => isLive(entry.answer) && entry.sent)
-      .map(({ answer, start }) => ({ answer, turn: start.turn, text: start.text }));
+      .map(({ answer, start }) => ({ answer, text: start.text }));
     try {
       if (kept.length) this.storage.setItem(STORE_KEY, JSON.stringify(kept));
       else this.storage.removeItem(STORE_KEY);
@@ -130,7 +130,7 @@ export function readStore(storage) {
 }
 
 /** RFC 4122 version 4; crypto.randomUUID is missing on pages without https. */
-export function newId() {
+function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   bytes[6] = (bytes[6] & 0x0f) | 0x40;
   bytes[8] = (bytes[8] & 0x3f) | 0x80;

@@ -88,16 +88,14 @@ export function joinRuns(runs, more) {
   return runs;
 }
 
-/** An answer out of a stored message of `/api/conversations/<id>`. */
+/** An answer out of a stored message of `/api/conversations/<id>/`. */
 export function storedAnswer(message) {
-  const answer = newAnswer({ stream: null, route: message.route ?? "auto" });
-  return Object.assign(answer, {
-    phase: { stopped: "stopped", failed: "failed", running: "lost" }[message.state] ?? "done",
-    message: message.id, text: message.text, tokenIds: message.token_ids ?? [], epochs: message.epochs ?? [],
-    logprobs: message.logprobs ?? null, entropy: message.entropy ?? null, top: message.top ?? null,
-    rid: message.rid ?? "", worker: message.worker ?? "", via: message.via ?? "", rank: message.rank ?? null,
-    finish: message.finish ?? null, usage: message.usage ?? null, ttftMs: message.ttft_ms ?? null,
-    tokensPerS: message.tokens_per_s ?? null, slotFreed: message.slot_freed ?? null,
+  return Object.assign(newAnswer({ stream: message.stream, route: "auto" }), {
+    phase: message.state === "running" ? "lost" : message.state,
+    message: message.id, text: message.text, tokenIds: message.token_ids, epochs: message.epochs,
+    logprobs: message.logprobs, entropy: message.entropy, rid: message.rid, worker: message.worker, rank: message.rank,
+    finish: message.finish, ttftMs: message.ttft_ms, tokensPerS: message.tokens_per_s,
+    usage: { prompt_tokens: message.prompt_tokens, completion_tokens: message.completion_tokens, cached_tokens: message.cached_tokens },
     error: message.state === "failed" ? errorOf(message.finish ?? {}) : null,
   });
 }

@@ -67,27 +67,37 @@ function lostTruth(state, connection, nowS) {
 }
 
 function stateBar({ engine, ranks }) {
-  const down = ranks.filter((rank) => toneOf(rank.state) === "bad");
   const why = engine.reason ? `: ${engine.reason}` : "";
+  const absent = absentRanks(ranks);
   const texts = {
     starting: { tone: "info", text: `The engine is starting${why}. Requests wait until it is ready.` },
     pausing: { tone: "warn", text: `The engine is pausing${why}.` },
     paused: { tone: "warn", text: `The engine is paused${why}. Requests wait until it continues.` },
     updating: { tone: "info", text: `New weights are being prepared${why}. Serving goes on.` },
-    mixed: { tone: "warn", text: `Mixed weights: ${versionsByGroup(ranks)}.` },
-    degraded: { tone: "bad", text: `Degraded${why}.` },
+    mixed: versionsByGroup(ranks),
+    degraded: { tone: "bad", text: `Degraded${why || (absent && `: ${absent}`)}.` },
     stopping: { tone: "warn", text: `The engine is stopping${why}.` },
-    down: { tone: "bad", text: `The engine is down${why}.` },
+    unreachable: { tone: "bad", text: `The engine does not answer${why}. It restarts by itself; requests are refused until it is back.` },
   };
   if (texts[engine.state]) return texts[engine.state];
-  if (!down.length) return null;
-  const names = down.map((rank) => `dp${rank.dp}·tp${rank.tp} is ${rank.state}`).join(", ");
-  return { tone: "bad", text: `${capital(names)}. The other ranks go on.` };
+  return absent ? { tone: "bad", text: `${capital(absent)}. The other ranks go on.` } : null;
+}
+
+/** A rank that has not reported since it started has no weights yet. */
+export function isLoaded(rank) {
+  return rank.seen_at > 0;
+}
+
+/** "dp0·tp0 is starting, ..." of the ranks that do not serve. */
+function absentRanks(ranks) {
+  const absent = ranks.filter((rank) => toneOf(rank.state) !== "ok");
+  return absent.map((rank) => `dp${rank.dp}·tp${rank.tp} is ${rank.state}`).join(", ");
 }
 
 function versionsByGroup(ranks) {
-  const leads = ranks.filter((rank) => rank.tp === 0);
-  return leads.map((rank) => `dp${rank.dp} serves ${rank.weight_version || `epoch ${rank.epoch}`}`).join(", ");
+  const leads = ranks.filter((rank) => rank.tp === 0 && isLoaded(rank));
+  const text = leads.map((rank) => `dp${rank.dp} serves ${rank.weight_version || `epoch ${rank.epoch}`}`).join(", ");
+  return { tone: "warn", text: text ? `Mixed weights: ${text}.` : "Mixed weights." };
 }
 
 function capital(word) {

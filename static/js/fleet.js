@@ -5,7 +5,7 @@ import { drawSpark } from "./charts.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, icon, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { ageOf, toneOf, totals } from "./fleet-state.js";
+import { ageOf, isLoaded, toneOf, totals } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
 import { SampleWindow, StepTimes, newEpochs, sampleOf } from "./series.js";
@@ -33,7 +33,7 @@ const versionOf = (view) => (view.weight_version ? `${view.weight_version} · ${
 function drawEngine({ engine, ranks }) {
   const sum = totals(ranks);
   fill(document.getElementById("engine-stats"), {
-    model: engine.model || "–", version: engine.epoch === null ? "mixed" : versionOf(engine), speed: rate(sum.tokens_per_s),
+    model: engine.model.split("/").at(-1) || "–", version: engine.epoch === null ? "mixed" : versionOf(engine), speed: rate(sum.tokens_per_s),
     running: count(sum.running), waiting: count(sum.waiting), kv: percent(sum.kv_used / sum.kv_total),
   });
 }
@@ -64,9 +64,10 @@ function drawRank(rank) {
   const tone = toneOf(rank.state);
   setData(card, "tone", tone === "ok" ? null : tone);
   setData(card.querySelector(".dot"), "tone", tone);
+  card.querySelector(".swatch").hidden = !isLoaded(rank);
   setData(card.querySelector(".swatch"), "ramp", ramp(rank.epoch));
   fill(card, {
-    state: rank.state, name: `dp${rank.dp} · tp${rank.tp}`, version: versionOf(rank), speed: rate(rank.tokens_per_s),
+    state: rank.state, name: `dp${rank.dp} · tp${rank.tp}`, version: isLoaded(rank) ? versionOf(rank) : "no weights yet", speed: rate(rank.tokens_per_s),
     running: count(rank.running), waiting: count(rank.waiting), step: rank.step_s ? `step ${duration(rank.step_s)}` : "",
     kv: `KV ${count(rank.kv_used)} of ${count(rank.kv_total)} tokens`, "kv-share": percent(share),
   });
@@ -88,7 +89,7 @@ function drawAges() {
     const card = cards.get(rankKey(rank));
     const age = ageOf(rank.seen_at, feed.state, nowS());
     if (!card) continue;
-    fill(card, { age: age > SHOW_AGE_S ? ago(age) : "" });
+    fill(card, { age: isLoaded(rank) && age > SHOW_AGE_S ? ago(age) : "" });
     card.classList.toggle("stale-tile", age > STALE_S);
   }
   for (const worker of feed.snapshot.workers) {
@@ -120,7 +121,7 @@ const workers = new KeyedRows(document.getElementById("workers"), {
 });
 
 function drawWorkers(snapshot) {
-  workers.show(snapshot.workers);
+  workers.show([...snapshot.workers].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true })));
   document.getElementById("no-workers").hidden = snapshot.workers.length > 0;
   fill(page, { "worker-count": snapshot.workers.length ? String(snapshot.workers.length) : "" });
 }
@@ -197,10 +198,10 @@ function defineCharts(snapshot) {
   const perGroup = (what) => groups.map((dp, place) => ({ name: `${what}.dp${dp}`, label: `dp${dp}`, colour: `chart-${1 + (place % 4)}`, dashed: place >= 4 }));
   const [speed, requests, kv, step] = charts;
   const total = groups.length > 1 ? [{ name: "speed", label: "all", colour: "text-2", dashed: true }] : [];
-  speed.define({ series: [...perGroup("speed"), ...total], window: samples, marks });
-  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, marks });
+  speed.define({ series: [...perGroup("speed"), ...total], window: samples, marks, floor: 10 });
+  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, marks, floor: 4 });
   kv.define({ series: perGroup("kv"), window: samples, marks, max: 100 });
-  step.define({ series: [{ name: "step.p99", label: "p99", colour: "chart-1", bandTo: "step.p50" }, { name: "step.p50", label: "p50", colour: "chart-1" }], window: samples, marks });
+  step.define({ series: [{ name: "step.p99", label: "p99", colour: "chart-1", bandTo: "step.p50" }, { name: "step.p50", label: "p50", colour: "chart-1" }], window: samples, marks, floor: 10 });
 }
 
 function sample(snapshot) {

@@ -1,107 +1,78 @@
 // Playground page: composer, transcript, routes and parameters around the chat streams.
 
-import "./answer-view.js";
-import { ChatClient, newId } from "./chat-client.js";
-import { isLive, storedAnswer, tokenCount } from "./chat-stream.js";
+import { get } from "./api.js";
+import { ChatClient } from "./chat-client.js";
+import { isLive, tokenCount } from "./chat-stream.js";
 import { ConversationList } from "./conversations.js";
-import { fill, fromTemplate, h, icon, jsonScript, setData } from "./dom.js";
+import { fill, h, icon, setData } from "./dom.js";
 import { plural } from "./format.js";
 import { addCommands } from "./palette.js";
 import { Params } from "./params.js";
-import { RoutePicker, routeName } from "./routes.js";
-import { turnsOf } from "./tree.js";
+import { RoutePicker } from "./routes.js";
+import { Transcript } from "./transcript.js";
 
-const NEAR_END_PX = 80;
 const TITLE_LENGTH = 60;
+const TALLEST_INPUT_PX = 240;
 
 const page = document.getElementById("playground");
-const scroller = document.getElementById("transcript");
-const list = document.getElementById("turns");
 const composer = document.getElementById("composer");
 const input = composer.elements.text;
-const stored = jsonScript("conversation-data");
+const openedId = Number(page.dataset.conversation) || null;
 
 const client = new ChatClient();
 const params = new Params(document.getElementById("params"));
 const picker = new RoutePicker(document.getElementById("routes"), new URLSearchParams(location.search).get("route"));
-const conversations = new ConversationList(document.getElementById("conversations"), stored?.id ?? null);
-
-let conversation = stored?.id ?? null;
-let follow = true; // the transcript sticks to its end until the user scrolls up
-const views = new Map(); // answer -> <qd-answer>
-
-// -- transcript --
-
-function addTurn(text, answers) {
-  const turn = fromTemplate("turn");
-  fill(turn, { text });
-  setData(turn, "columns", answers.length);
-  const box = turn.querySelector(".answers");
-  for (const answer of answers) box.append(answerView(answer, text, answers.length > 1));
-  list.append(turn);
-  document.getElementById("no-turns").hidden = true;
-  return turn;
-}
-
-function answerView(answer, text, named) {
-  const view = document.createElement("qd-answer");
-  views.set(answer, view);
-  view.bind(answer, { regenerate: () => send(text, [answer.route]) });
-  if (named) view.prepend(h("h3", { class: "column-name" }, routeName(answer.route)));
-  return view;
-}
-
-function showStored() {
-  for (const { user, answers } of turnsOf(stored?.messages ?? [])) addTurn(user.text, answers.map(storedAnswer));
-}
-
-/** Answers that were live when the page went away: into their stored place, or as a turn of their own. */
-function showRestored() {
-  for (const { answer, text } of client.restore()) {
-    if (answer.conversation !== conversation) continue;
-    const place = [...views.keys()].find((one) => one.message !== null && one.message === answer.message);
-    if (place) {
-      views.get(place).replaceWith(answerView(answer, "", false));
-      views.delete(place);
-    } else addTurn(text ?? "", [answer]);
-  }
-}
-
-function toEnd() {
-  if (follow) scroller.scrollTop = scroller.scrollHeight;
-}
-
-scroller.addEventListener("scroll", () => {
-  const left = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
-  follow = left < NEAR_END_PX;
-  document.getElementById("to-end").hidden = follow;
+const conversations = new ConversationList(document.getElementById("conversations"), openedId);
+const transcript = new Transcript({
+  scroller: document.getElementById("transcript"), list: document.getElementById("turns"), toEnd: document.getElementById("to-end"),
+  onSend: sendAt, onBranch: showBranch,
 });
-document.getElementById("to-end").addEventListener("click", () => {
-  follow = true;
-  toEnd();
-});
-list.addEventListener("qd-grown", toEnd);
+
+// Where the next question goes: behind message `parent` of `conversation` (null: a new one). Side by
+// side each route has a place of its own, so each column goes on with what its own rank answered.
+let place = { conversation: openedId, parent: null };
+const columns = new Map(); // route -> place
+let stored = []; // messages of the conversation as the server has them
 
 // -- sending and stopping --
 
-function send(text, routes) {
+function send(text, routes, at) {
   const sent = params.read();
   if (!sent) {
     showSide(true);
     return false;
   }
   if (!routes.length) {
-    say("Choose at least one worker or rank to compare.");
+    say("Choose at least one worker or rank.");
     return false;
   }
-  const turn = newId();
-  const compare = routes.length > 1;
-  const answers = routes.map((route) => client.start({ turn, compare, text, route, params: sent, conversation }));
-  follow = true;
-  addTurn(text, answers);
-  toEnd();
+  const sideBySide = routes.length > 1;
+  if (!sideBySide) columns.clear();
+  const answers = routes.map((route) => {
+    const { conversation, parent } = (sideBySide && columns.get(route)) || at;
+    return client.start({ text, route, params: sent, conversation, parent });
+  });
+  transcript.add(text, answers, at);
+  document.getElementById("no-turns").hidden = true;
+  transcript.toEnd(true);
   drawComposer();
   return true;
+}
+
+/** Asks anew at the place of an earlier turn: a branch, except at the very start. */
+function sendAt(text, turn) {
+  if (client.live().length) {
+    say("One answer at a time: stop the running one first.");
+    return;
+  }
+  const isBranch = turn.place.parent !== null || turn.place.conversation === null;
+  const at = isBranch ? turn.place : place;
+  columns.clear();
+  if (send(text, turn.answers.length > 1 ? turn.answers.map(({ route }) => route) : picker.routes(), at) && isBranch) {
+    const sent = transcript.turns.pop();
+    transcript.cutFrom(turn);
+    transcript.turns.push(sent);
+  }
 }
 
 function stopAll() {
@@ -110,13 +81,13 @@ function stopAll() {
 
 function submit() {
   const text = input.value.trim();
-  if (!text || client.live().length) return;
-  if (send(text, picker.routes())) {
-    input.value = "";
-    fitInput();
-    drawComposer();
-  }
+  if (!text || client.live().length || !send(text, picker.routes(), place)) return;
+  input.value = "";
+  fitInput();
+  drawComposer();
 }
+
+// -- composer --
 
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -124,10 +95,9 @@ composer.addEventListener("submit", (event) => {
   else submit();
 });
 input.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-    event.preventDefault();
-    submit();
-  }
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  submit();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]") && client.live().length) stopAll();
@@ -139,42 +109,47 @@ input.addEventListener("input", () => {
 
 function fitInput() {
   input.style.height = "auto";
-  input.style.height = `${Math.min(input.scrollHeight + 2, 240)}px`;
+  input.style.height = `${Math.min(input.scrollHeight + 2, TALLEST_INPUT_PX)}px`;
 }
 
 function drawComposer() {
-  const live = client.live().length > 0;
   const button = composer.querySelector("button[type=submit]");
-  button.disabled = !live && !input.value.trim();
-  const stopping = live && client.live().every((answer) => answer.phase === "stopping");
-  if (button.dataset.live === String(live) && !stopping) return;
-  button.dataset.live = String(live);
-  button.classList.toggle("primary", !live);
-  button.disabled = stopping || (!live && !input.value.trim());
-  button.replaceChildren(icon(live ? "stop" : "send"), live ? "Stop" : "Send", h("kbd", {}, live ? "Esc" : "Ctrl ⏎"));
+  const live = client.live();
+  const stopping = live.length > 0 && live.every(({ phase }) => phase === "stopping");
+  button.disabled = stopping || (!live.length && !input.value.trim());
+  const shown = live.length ? "Stop" : "Send";
+  if (button.dataset.shown === shown) return;
+  button.dataset.shown = shown;
+  button.classList.toggle("primary", !live.length);
+  button.replaceChildren(icon(live.length ? "stop" : "send"), shown, h("kbd", {}, live.length ? "Esc" : "Ctrl ⏎"));
 }
 
 // -- news from the streams --
 
 client.addEventListener("answer", ({ detail: answer }) => {
-  views.get(answer)?.changed();
-  if (answer.conversation !== null && answer.next === 1) began(answer);
+  transcript.changed(answer);
+  if (answer.next === 1) began(answer);
   if (!isLive(answer)) ended(answer);
   drawComposer();
 });
 
 function began(answer) {
-  const title = list.lastElementChild?.querySelector("[data-f=text]").textContent.slice(0, TITLE_LENGTH) ?? "";
-  if (conversation === null) {
-    conversation = answer.conversation;
-    history.replaceState(null, "", `/playground/${conversation}/`);
-  }
-  conversations.touch(answer.conversation, title);
+  if (answer.conversation === null) return; // chats of API keys are not stored
+  const turn = transcript.turns.find(({ answers }) => answers.includes(answer));
+  if (!turn) return;
+  const behind = { conversation: answer.conversation, parent: answer.message };
+  if (turn.answers.length > 1) columns.set(answer.route, behind);
+  conversations.touch(answer.conversation, turn.text.slice(0, TITLE_LENGTH));
+  if (turn.answers[0] !== answer) return;
+  place = behind;
+  history.replaceState(null, "", `/playground/${place.conversation}/`);
+  conversations.setCurrent(place.conversation);
 }
 
 function ended(answer) {
   const words = { done: "Answer finished", stopped: "Answer stopped", failed: "Answer failed", lost: "Answer lost" }[answer.phase];
   if (words) say(`${words}, ${plural(tokenCount(answer), "token")}.`);
+  if (!client.live().length && !columns.size) refreshBranches();
 }
 
 client.addEventListener("refused", ({ detail: error }) => say(error.message));
@@ -196,34 +171,76 @@ function say(text) {
   document.getElementById("playground-say").textContent = text;
 }
 
-// -- panels --
+// -- the stored conversation --
 
-function showSide(open) {
-  setData(page, "side", open ? "open" : "closed");
-  document.getElementById("toggle-side").setAttribute("aria-expanded", String(open));
-  localStorage.setItem("qd.side", open ? "open" : "closed");
+async function readStored() {
+  const found = await get(`/api/conversations/${place.conversation}/`);
+  stored = found.messages;
+  document.title = `${found.title} · Quarterdeck`;
 }
 
-function showList(open) {
-  setData(page, "list", open ? "open" : "closed");
-  document.getElementById("toggle-list").setAttribute("aria-expanded", String(open));
-  localStorage.setItem("qd.list", open ? "open" : "closed");
+async function refreshBranches() {
+  if (place.conversation === null) return;
+  try {
+    await readStored();
+    transcript.setBranches(stored, place.parent);
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+function showBranch(head) {
+  place = { ...place, parent: head };
+  transcript.showStored(place.conversation, stored, head);
+  transcript.toEnd(true);
+}
+
+async function open() {
+  const loading = document.getElementById("loading");
+  loading.hidden = openedId === null;
+  try {
+    if (openedId !== null) {
+      await readStored();
+      showBranch(stored.at(-1)?.id ?? null);
+    }
+  } catch (error) {
+    say(error.message);
+    place = { conversation: null, parent: null };
+  }
+  loading.hidden = true;
+  for (const { answer, text } of client.restore()) {
+    if (answer.conversation !== openedId || transcript.putLive(answer)) continue;
+    transcript.add(text, [answer], place);
+    if (answer.message !== null) place = { ...place, parent: answer.message };
+  }
+  document.getElementById("no-turns").hidden = transcript.turns.length > 0;
+  transcript.toEnd(true);
+  drawComposer();
+}
+
+// -- panels --
+
+function showPanel(name, isOpen) {
+  setData(page, name, isOpen ? "open" : "closed");
+  document.getElementById(`toggle-${name}`).setAttribute("aria-expanded", String(isOpen));
+  if (!narrow) localStorage.setItem(`qd.${name}`, isOpen ? "open" : "closed");
+}
+
+function showSide(isOpen) {
+  showPanel("side", isOpen);
 }
 
 const narrow = matchMedia("(max-width: 1000px)").matches;
-showSide(narrow ? false : localStorage.getItem("qd.side") !== "closed");
-showList(narrow ? false : localStorage.getItem("qd.list") !== "closed");
-document.getElementById("toggle-side").addEventListener("click", () => showSide(page.dataset.side !== "open"));
-document.getElementById("toggle-list").addEventListener("click", () => showList(page.dataset.list !== "open"));
+for (const name of ["side", "list"]) {
+  showPanel(name, !narrow && localStorage.getItem(`qd.${name}`) !== "closed");
+  document.getElementById(`toggle-${name}`).addEventListener("click", () => showPanel(name, page.dataset[name] !== "open"));
+}
 addCommands(() => [
   { label: "New conversation", kind: "Playground", icon: "plus", run: () => { location.href = "/playground/"; } },
   { label: "Stop all answers", kind: "Playground", icon: "stop", run: stopAll },
 ]);
 
-showStored();
-showRestored();
+open();
 drawConnection();
-drawComposer();
-toEnd();
 setInterval(() => client.connection.name === "waiting" && drawConnection(), 1000);
 if (!narrow) input.focus();

@@ -1,5 +1,7 @@
 // Fifteen minutes of samples, one each second, as columns for the charts. Pure.
 
+import { isLoaded } from "./fleet-state.js";
+
 export const WINDOW_S = 900;
 
 /** Nearest-rank percentile of numbers; null of none. */
@@ -82,7 +84,7 @@ export function newEpochs(before, after) {
   if (!before) return [];
   const known = new Set(before.ranks.map((rank) => rank.epoch));
   const marks = new Map();
-  for (const rank of after.ranks) {
+  for (const rank of after.ranks.filter(isLoaded)) {
     if (known.has(rank.epoch)) continue;
     const step = rank.token_step ?? null;
     marks.set(rank.epoch, { at: after.at, epoch: rank.epoch, label: step === null ? `epoch ${rank.epoch}` : `step ${step}` });

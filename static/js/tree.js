@@ -1,40 +1,36 @@
 // A conversation as a tree of messages and as the turns that are on screen. Pure.
 
-/** Turns on the way to the newest message: [{user, answers: [messages shown], rivals, at}]. */
+/**
+ * Turns on the way to message `head` (default: the newest):
+ * [{user, answer, rivals, at}], where `rivals` are the questions that were asked at the same place
+ * and `at` is the place of this one among them. `answer` is null while there is none.
+ */
 export function turnsOf(messages, head = null) {
-  const known = new Map(withParents(messages).map((message) => [message.id, message]));
-  const path = [];
-  for (let id = head ?? messages.at(-1)?.id; id !== null && known.has(id); id = known.get(id).parent) path.unshift(known.get(id));
-  const children = (id) => [...known.values()].filter((message) => message.parent === id);
+  const known = new Map(messages.map((message) => [message.id, message]));
   const turns = [];
-  for (const message of path) {
-    if (message.role === "user") {
-      const rivals = children(message.parent).filter(({ role }) => role === "user");
-      turns.push({ user: message, answers: [], answerRivals: [], rivals, at: rivals.indexOf(message) });
-    } else if (message.role === "assistant" && turns.length) {
-      const turn = turns.at(-1);
-      const all = children(turn.user.id).filter(({ role }) => role === "assistant");
-      turn.answers = message.compare ? all.filter(({ compare }) => compare) : [message];
-      turn.answerRivals = message.compare ? [] : all;
-    }
+  for (const message of pathTo(known, head ?? messages.at(-1)?.id)) {
+    if (message.role === "assistant" && turns.length) turns.at(-1).answer = message;
+    if (message.role !== "user") continue;
+    const rivals = messages.filter(({ role, parent_id: parent }) => role === "user" && parent === message.parent_id);
+    turns.push({ user: message, answer: null, rivals: rivals.map(({ id }) => id), at: rivals.indexOf(message) });
   }
   return turns;
 }
 
-/** Messages without parents are a chain in their order. */
-function withParents(messages) {
-  return messages.map((message, index) => (message.parent === undefined ? { ...message, parent: messages[index - 1]?.id ?? null } : message));
+function pathTo(known, head) {
+  const path = [];
+  for (let message = known.get(head); message; message = known.get(message.parent_id)) path.unshift(message);
+  return path;
 }
 
-/** The newest message below `id`: where a branch goes on. */
+/** The newest message at or below `id`: where the branch of that question goes on. */
 export function newestBelow(messages, id) {
+  const below = new Set([id]);
   let newest = id;
-  for (const message of withParents(messages)) if (message.parent === newest || isBelow(messages, message, id)) newest = message.id;
+  for (const message of messages) {
+    if (!below.has(message.parent_id)) continue;
+    below.add(message.id);
+    newest = message.id;
+  }
   return newest;
-}
-
-function isBelow(messages, message, id) {
-  const known = new Map(withParents(messages).map((one) => [one.id, one]));
-  for (let at = message.parent; at !== null && known.has(at); at = known.get(at).parent) if (at === id) return true;
-  return false;
 }

@@ -106,7 +106,11 @@ test("an answer whose worker died has no usage and counts what arrived", () => {
   assert.equal(answer.phase, "failed");
 });
 
-test("a stored message that was still running is shown as interrupted", () => {
-  assert.equal(storedAnswer({ id: 1, state: "running", text: "a" }).phase, "lost");
-  assert.equal(storedAnswer({ id: 1, state: "failed", text: "a", finish: { err_type: "worker_lost", message: "m" } }).error.type, "worker_lost");
+const stored = { id: 7, state: "done", stream: "s", text: "a", token_ids: [1], epochs: [[1, 3]], logprobs: null, entropy: null, rid: "r", worker: "1", rank: 0, finish: null, prompt_tokens: 4, completion_tokens: 1, cached_tokens: 0, ttft_ms: 80, tokens_per_s: 60 };
+
+test("a stored message is an answer again", () => {
+  const answer = storedAnswer(stored);
+  assert.deepEqual([answer.phase, answer.message, tokenCount(answer), answer.slotFreed], ["done", 7, 1, null]);
+  assert.equal(storedAnswer({ ...stored, state: "running" }).phase, "lost");
+  assert.equal(storedAnswer({ ...stored, state: "failed", finish: { err_type: "worker_lost", message: "m" } }).error.type, "worker_lost");
 });

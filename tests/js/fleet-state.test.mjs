@@ -64,6 +64,13 @@ test("mixed weights name what each group serves", () => {
 test("a rank that is down is named while the engine runs", () => {
   const down = { ...snapshot, ranks: [rank(0, 0), rank(1, 0, { state: "restarting" })] };
   assert.match(engineTruth({ snapshot: down, receivedAt: 500 }, open, 500).bar.text, /dp1·tp0 is restarting/i);
+  const degraded = { ...down, engine: { ...engine, state: "degraded" } };
+  assert.equal(engineTruth({ snapshot: degraded, receivedAt: 500 }, open, 500).bar.text, "Degraded: dp1·tp0 is restarting.");
+});
+
+test("a rank that has not loaded yet makes no version mark", () => {
+  const restarted = { ...snapshot, at: 101, ranks: [rank(0, 0, { epoch: 0, seen_at: 0 }), rank(1, 0)] };
+  assert.deepEqual(newEpochs(snapshot, restarted), []);
 });
 
 test("a window forgets what is older than its length and pads what came later", () => {

@@ -6,7 +6,7 @@ import test from "node:test";
 import { explain } from "../../static/js/advice.js";
 import { ago, bytes, duration, percent, plural, rate, stepName, when, whenShort } from "../../static/js/format.js";
 import { CLIENTS } from "../../static/js/snippets.js";
-import { turnsOf } from "../../static/js/tree.js";
+import { newestBelow, turnsOf } from "../../static/js/tree.js";
 
 test("durations, rates and sizes keep the digits that matter", () => {
   assert.deepEqual([0, 0.0004, 0.084, 0.9996, 1.44, 42, 61, 3900, 90000].map(duration), ["0 ms", "< 1 ms", "84 ms", "1.0 s", "1.4 s", "42 s", "1 min", "1 h 5 min", "1 d 1 h"]);
@@ -38,29 +38,25 @@ test("an error says what, why and what to do, known or not", () => {
   assert.ok(unknown.what && unknown.todo);
 });
 
-test("messages without parents are one chain of turns", () => {
-  const messages = [{ id: 1, role: "user" }, { id: 2, role: "assistant" }, { id: 3, role: "user" }, { id: 4, role: "assistant" }];
-  assert.deepEqual(turnsOf(messages).map(({ user, answers }) => [user.id, answers.map(({ id }) => id)]), [[1, [2]], [3, [4]]]);
-});
+const messages = [
+  { id: 1, role: "user", parent_id: null }, { id: 2, role: "assistant", parent_id: 1 },
+  { id: 3, role: "user", parent_id: 2 }, { id: 4, role: "assistant", parent_id: 3 },
+  { id: 5, role: "user", parent_id: 2 }, { id: 6, role: "assistant", parent_id: 5 },
+];
 
-test("answers of one comparison stand side by side, branches do not", () => {
-  const compared = [{ id: 1, role: "user", parent: null }, { id: 2, role: "assistant", parent: 1, compare: true }, { id: 3, role: "assistant", parent: 1, compare: true }];
-  assert.deepEqual(turnsOf(compared)[0].answers.map(({ id }) => id), [2, 3]);
-  const branched = compared.map((message) => ({ ...message, compare: false }));
-  const [turn] = turnsOf(branched);
-  assert.deepEqual([turn.answers.map(({ id }) => id), turn.answerRivals.map(({ id }) => id)], [[3], [2, 3]]);
-  assert.deepEqual(turnsOf(branched, 2)[0].answers.map(({ id }) => id), [2]);
-});
-
-test("a question that was asked anew is a rival of the first", () => {
-  const messages = [
-    { id: 1, role: "user", parent: null }, { id: 2, role: "assistant", parent: 1 },
-    { id: 3, role: "user", parent: 2 }, { id: 4, role: "assistant", parent: 3 },
-    { id: 5, role: "user", parent: 2 }, { id: 6, role: "assistant", parent: 5 },
-  ];
+test("the newest branch is shown, and a question asked anew is a rival of the first", () => {
   const turns = turnsOf(messages);
-  assert.deepEqual(turns.map(({ user }) => user.id), [1, 5]);
-  assert.deepEqual([turns[1].rivals.length, turns[1].at], [2, 1]);
+  assert.deepEqual(turns.map(({ user, answer }) => [user.id, answer.id]), [[1, 2], [5, 6]]);
+  assert.deepEqual([turns[1].rivals, turns[1].at], [[3, 5], 1]);
+  assert.deepEqual(turnsOf(messages, 4).map(({ user }) => user.id), [1, 3]);
+  assert.equal(turnsOf(messages, 5)[1].answer, null);
+  assert.deepEqual(turnsOf([]), []);
+});
+
+test("a branch goes on at its newest message", () => {
+  assert.equal(newestBelow(messages, 3), 4);
+  assert.equal(newestBelow(messages, 1), 6);
+  assert.equal(newestBelow(messages, 6), 6);
 });
 
 test("snippets hold the address and either the key or the variable", () => {
