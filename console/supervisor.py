@@ -268,7 +268,7 @@ def celery_beat() -> Spec:
 
 
 def celery(verb: str, *arguments: str) -> list[str]:
-    program = [sys.executable, "-m", "celery", "--app", "console.celery"]
+    program = [sys.executable, "-m", "celery", "--quiet", "--app", "console.celery"]
     return guarded(f"celery {verb}", *program, verb, "--loglevel", "WARNING", *arguments)
 
 

@@ -77,7 +77,7 @@ class SignedInSocket(AsyncWebsocketConsumer):
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that goes on while the socket hears its next frame."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_until_gone(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -106,6 +106,14 @@ class SignedInSocket(AsyncWebsocketConsumer):
 
     async def closed(self) -> None:
         """The socket is gone."""
+
+
+async def _until_gone(work: Coroutine[Any, Any, None]) -> None:
+    """A send to a client that has just gone raises OSError: nobody is left to do the work for."""
+    try:
+        await work
+    except OSError as error:
+        log.debug("a socket went away: %s", error)
 
 
 def _bad_frame(error: msgspec.MsgspecError) -> str:
