@@ -187,10 +187,16 @@ LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "filters": {  # refusals (4xx, 503) are the caller's business, our faults have a traceback
+        "faults": {
+            "()": "django.utils.log.CallbackFilter",
+            "callback": lambda record: bool(record.exc_info),
+        }
+    },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
     "loggers": {
         "uvicorn": {"level": "WARNING"},
-        "django.request": {"level": "ERROR"},  # refusals are the caller's business
+        "django.request": {"filters": ["faults"]},
     },
 }
