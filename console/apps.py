@@ -38,7 +38,7 @@ def check_routes(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 
 
 def check_layer(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[checks.Error]:
-    backend = settings.CHANNEL_LAYERS["default"]["BACKEND"]
+    backend = str(settings.CHANNEL_LAYERS["default"]["BACKEND"])
     if not backend.endswith("InMemoryChannelLayer") or settings.QUARTERDECK_WORKERS == 1:
         return []
     return [

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from channels.db import database_sync_to_async
 from django.conf import settings
 from django.contrib.auth import SESSION_KEY, get_user
-from django.contrib.auth.models import AbstractBaseUser, User
+from django.contrib.auth.models import User
 from django.contrib.sessions.backends.db import SessionStore
 from django.core import signing
 from django.http import HttpRequest
@@ -35,12 +35,12 @@ RELAY_HEADER = "x-quarterdeck-principal"
 
 class Unauthenticated(QuarterdeckError):
     status_code = 401
-    err_type = "authentication_error"
+    err_type = "unauthenticated"
 
 
 class Forbidden(QuarterdeckError):
     status_code = 403
-    err_type = "permission_error"
+    err_type = "forbidden"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +112,8 @@ def principal_of_session(session_key: str) -> Principal:
         return ANONYMOUS
     request = HttpRequest()
     request.session = store
-    user: AbstractBaseUser | Any = get_user(request)
-    if not (user.is_authenticated and user.is_active):
+    user = get_user(request)
+    if not isinstance(user, User) or not user.is_active:
         return ANONYMOUS
     return principal_of_user(user, session_key=session_key)
 

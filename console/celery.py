@@ -17,7 +17,7 @@ app.config_from_object("django.conf:settings", namespace="CELERY")
 app.autodiscover_tasks(["console"])
 
 
-@worker_process_init.connect  # type: ignore[untyped-decorator]
+@worker_process_init.connect
 def _guard_pool_process(**kwargs: Any) -> None:
     """A pool process ends with the worker that forked it, however that one ended."""
     os.environ[PARENT_PID] = str(os.getppid())

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 from asgiref.sync import async_to_sync
-from channels.layers import get_channel_layer
+from channels.layers import BaseChannelLayer, get_channel_layer
+from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
 from redis.exceptions import RedisError
 
@@ -29,13 +30,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Something that other processes may want to know."""
 
 
-class SessionEnded(Event):
+class SessionEnded(Event, frozen=True):
     """Somebody signed out: their sockets close. ``session`` is a digest of the session's key."""
 
     session: str
 
 
-class KeyRevoked(Event):
+class KeyRevoked(Event, frozen=True):
     key_id: int
 
 
@@ -50,16 +51,23 @@ def publish_on_commit(event: Known) -> None:
     transaction.on_commit(lambda: _send(data.decode()))
 
 
+def _layer() -> BaseChannelLayer:
+    layer = get_channel_layer()
+    if layer is None:
+        raise ImproperlyConfigured("CHANNEL_LAYERS has no default layer")
+    return layer
+
+
 def _send(data: str) -> None:
     try:
-        async_to_sync(get_channel_layer().group_send)(GROUP, {"type": "hint", "data": data})
+        async_to_sync(_layer().group_send)(GROUP, {"type": "hint", "data": data})
     except (RedisError, OSError) as error:
         log.warning("a hint was lost (polling makes up for it): %s", error)
 
 
 async def listen(handle: Callable[[Known], None]) -> None:
     """Calls ``handle`` for each hint until cancelled; survives a broker that comes and goes."""
-    layer = get_channel_layer()
+    layer = _layer()
     while True:
         try:
             channel = await layer.new_channel()

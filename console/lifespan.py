@@ -15,7 +15,7 @@ from channels.db import database_sync_to_async
 from django.conf import settings
 
 from console import events
-from console.services import chat, keys
+from console.services import keys, record
 from console.worker import Worker, this_worker
 from engine.client import EngineClient
 
@@ -43,7 +43,7 @@ class Lifespan:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _open(self, worker: Worker) -> None:
-        await database_sync_to_async(chat.fail_lost_answers)(worker.id)
+        await database_sync_to_async(record.fail_lost_answers)(worker.id)
         worker.client = await EngineClient.connect(
             settings.QUARTERDECK_RUN_FILE,
             kind="web",

@@ -61,7 +61,6 @@ QUARTERDECK_WORKERS = int(_number("QUARTERDECK_WORKERS", 2, minimum=1))
 QUARTERDECK_ADMIN_PASSWORD = os.environ.get("QUARTERDECK_ADMIN_PASSWORD", "")
 QUARTERDECK_RESUME_GRACE_S = _number("QUARTERDECK_RESUME_GRACE_S", 8)
 QUARTERDECK_CHAT_RETENTION_DAYS = _number("QUARTERDECK_CHAT_RETENTION_DAYS", 90)  # 0: for ever
-QUARTERDECK_WORKER_STARTUP_S = _number("QUARTERDECK_WORKER_STARTUP_S", 120, minimum=1)
 
 # ---------------------------------------------------------------- Django
 
@@ -188,10 +187,16 @@ LOGGING = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+    "filters": {  # refusals (4xx, 503) are the caller's business, our faults have a traceback
+        "faults": {
+            "()": "django.utils.log.CallbackFilter",
+            "callback": lambda record: bool(record.exc_info),
+        }
+    },
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
     "loggers": {
         "uvicorn": {"level": "WARNING"},
-        "django.request": {"level": "ERROR"},  # refusals are the caller's business
+        "django.request": {"filters": ["faults"]},
     },
 }

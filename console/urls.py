@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from django.contrib import admin
 from django.urls import path, re_path
 
@@ -29,12 +31,11 @@ pages = [
 console_api = [
     path("api/fleet", console.read_fleet),
     path("api/ws-ticket", console.make_ticket),
-    path("api/conversations/", console.list_conversations),
-    path("api/conversations/<int:conversation_id>/", console.conversation),
-    re_path(
-        r"^api/conversations/(?P<conversation_id>\d+)/export\.(?P<form>json|md)$",
-        console.export_conversation,
-    ),
+    path("api/conversations", console.list_conversations),
+    path("api/conversations/<int:conversation_id>", console.conversation),
+    path("api/conversations/<int:conversation_id>/export", console.export_conversation),
+    path("api/epochs/<int:number>", console.epoch),
+    path("api/tokens", console.token_bytes),
 ]
 
 openai_api = [
@@ -69,8 +70,9 @@ urlpatterns = [
     path("admin/", admin.site.urls),
 ]
 
-websocket_urlpatterns = [
-    path("ws/chat/", SocketGate(ChatConsumer.as_asgi())),
-    path("ws/fleet/", SocketGate(FleetConsumer.as_asgi())),
-    re_path(r"", refuse_socket),
+# Django's ``path`` is typed for views; Channels' router takes ASGI applications.
+websocket_urlpatterns: list[Any] = [
+    path("ws/chat/", cast(Any, SocketGate(ChatConsumer))),
+    path("ws/fleet/", cast(Any, SocketGate(FleetConsumer))),
+    re_path(r"", cast(Any, refuse_socket)),
 ]

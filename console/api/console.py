@@ -12,9 +12,11 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from console import auth
 from console.access import requires
 from console.api.errors import BadField
+from console.api.meta import as_base64
 from console.api.schemas import ConversationBody, decode
 from console.http import ApiRequest
 from console.services import conversations, fleet
+from console.worker import this_worker
 
 PAGE_SIZE = 50
 
@@ -37,7 +39,7 @@ async def make_ticket(request: ApiRequest) -> HttpResponse:
 @require_GET
 @requires("use_inference")
 async def list_conversations(request: ApiRequest) -> HttpResponse:
-    """``?q=words&before=ID``: newest first, ``PAGE_SIZE`` at a time."""
+    """``?q=words&offset=N``: newest first, ``PAGE_SIZE`` at a time."""
     page = await database_sync_to_async(conversations.page)(
         request.principal,
         words=request.GET.get("q", ""),
@@ -76,8 +78,11 @@ async def conversation(request: ApiRequest, conversation_id: int) -> HttpRespons
 
 @require_GET
 @requires("use_inference")
-async def export_conversation(request: ApiRequest, conversation_id: int, form: str) -> HttpResponse:
-    """The whole conversation as a file, ``json`` or ``md``."""
+async def export_conversation(request: ApiRequest, conversation_id: int) -> HttpResponse:
+    """The whole conversation as a file, ``?format=json`` (default) or ``md``."""
+    form = request.GET.get("format", "json")
+    if form not in ("json", "md"):
+        raise BadField(f"format must be json or md, got {form!r}", param="format")
     read = database_sync_to_async(conversations.read)
     content = await read(request.principal, conversation_id)
     if form == "md":
@@ -89,3 +94,26 @@ async def export_conversation(request: ApiRequest, conversation_id: int, form: s
     name = f"conversation-{conversation_id}.{form}"
     response["Content-Disposition"] = f'attachment; filename="{name}"'
     return response
+
+
+@require_GET
+@requires("view_fleet")
+async def epoch(request: ApiRequest, number: int) -> HttpResponse:
+    """Which weights an epoch was: version, trainer's step, update job, checksum."""
+    return JsonResponse(await fleet.read_epoch(number))
+
+
+@require_GET
+@requires("use_inference")
+async def token_bytes(request: ApiRequest) -> HttpResponse:
+    """``?ids=1,2,3``: the exact bytes of tokens, base64, by id."""
+    tokenizer = this_worker().engine.tokenizer
+    ids = [_token_id(raw, tokenizer.vocab_size) for raw in request.GET.get("ids", "").split(",")]
+    tokens = {token: as_base64(tokenizer.token_bytes(token)) for token in ids}
+    return JsonResponse({"tokens": tokens})
+
+
+def _token_id(raw: str, vocab_size: int) -> int:
+    if not raw.isdecimal() or int(raw) >= vocab_size:
+        raise BadField(f"ids must be in 0..{vocab_size - 1}, got {raw!r}", param="ids")
+    return int(raw)

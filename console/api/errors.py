@@ -39,20 +39,24 @@ class ModelNotFound(NotFound):
     err_type = "model_not_found"
 
 
-def error_body(error: QuarterdeckError) -> dict[str, Any]:
-    """``type`` is the family by status, ``code`` the stable name."""
+def error_body(error: QuarterdeckError, *, openai: bool = False) -> dict[str, Any]:
+    """``code`` is the error's stable name, and so is ``type`` but for OpenAI's families."""
+    family = FAMILIES.get(error.status_code, "server_error")
     return {
         "error": {
             "message": error.message,
-            "type": FAMILIES.get(error.status_code, "server_error"),
+            "type": family if openai else error.err_type,
             "param": getattr(error, "param", None),
             "code": error.err_type,
+            "status_code": error.status_code,
+            "retry_after_s": error.retry_after_s,
         }
     }
 
 
 def error_response(request: HttpRequest, error: QuarterdeckError) -> HttpResponse:
-    response = JsonResponse(error_body(error), status=error.status_code)
+    body = error_body(error, openai=request.path_info.startswith("/v1/"))
+    response = JsonResponse(body, status=error.status_code)
     if error.retry_after_s:
         response["Retry-After"] = str(error.retry_after_s)
     if error.status_code == 401:

@@ -40,18 +40,20 @@ async def provenance(row: StrRow, before: int) -> dict[str, Any]:
     ``before``: output tokens ahead of the row's first one; spans count from the answer's start.
     """
     runs = join_runs(row.epochs)
-    names = await fleet.epoch_names({epoch for _, epoch in runs}) if runs else {}
+    labels = await fleet.epoch_labels({epoch for _, epoch in runs}) if runs else {}
     steps: list[int | None] = []
     for count, epoch in runs:
-        steps += [names[epoch][1]] * count
+        steps += [labels[epoch].token_step] * count
     if runs:
-        version: str | None = names[runs[-1][1]][0]
+        version: str | None = labels[runs[-1][1]].weight_version
     else:
         version = await _version_now() if row.finish is not None else None
     return {
         "weight_version": version,
         "token_steps": steps,
-        "weight_versions": spans(((count, names[epoch][0]) for count, epoch in runs), before),
+        "weight_versions": spans(
+            ((count, labels[epoch].weight_version) for count, epoch in runs), before
+        ),
         "epochs": spans(runs, before),
     }
 

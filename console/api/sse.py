@@ -59,10 +59,10 @@ async def _body(
                 return
             pending = asyncio.ensure_future(anext(events))
     except QuarterdeckError as error:
-        yield event(error_body(error))
+        yield event(error_body(error, openai=True))
         yield DONE
     except Exception:  # noqa: BLE001 - one bad request must not end the worker
-        yield event(error_body(internal_error("an event stream")))
+        yield event(error_body(internal_error("an event stream"), openai=True))
         yield DONE
     finally:
         await _give_up(pending, events)

@@ -14,20 +14,14 @@ import msgspec
 from console.access import requires
 from console.consumers.socket import SignedInSocket, error_frame
 from console.services import chat
+from console.services.question import Question, StreamId
 from engine.errors import BadRequest, NotFound, QuarterdeckError
 
 STREAMS_PER_SOCKET = 32
 
-StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
-
-class Start(msgspec.Struct, frozen=True, tag="start"):
-    stream: StreamId
-    text: str
-    conversation: int | None = None
-    parent: int | None = None  # continue behind this message; None: behind the newest
-    route: str = "auto"
-    params: chat.ChatParams = chat.ChatParams()
+class Start(Question, frozen=True, tag="start"):
+    """A question."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -66,16 +60,7 @@ class ChatConsumer(SignedInSocket):
     async def _start(self, frame: Start) -> None:
         if len(self._attached) >= STREAMS_PER_SOCKET:
             raise BadRequest(f"one socket holds at most {STREAMS_PER_SOCKET} streams at a time")
-        attachment = await chat.start(
-            self.principal,
-            stream_id=frame.stream,
-            text=frame.text,
-            route=frame.route,
-            params=frame.params,
-            conversation_id=frame.conversation,
-            parent_id=frame.parent,
-        )
-        self._follow(frame.stream, attachment)
+        self._follow(frame.stream, await chat.start(self.principal, frame))
 
     async def _resume(self, frame: Resume) -> None:
         attachment = await chat.resume(

@@ -16,7 +16,7 @@ from channels.generic.websocket import AsyncWebsocketConsumer
 
 from console import auth
 from console.access import Access
-from console.api.errors import FAMILIES, internal_error
+from console.api.errors import error_body, internal_error
 from console.services.sockets import CLOSE_SIGNED_OUT
 from console.worker import this_worker
 from engine.errors import QuarterdeckError
@@ -25,22 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def error_frame(error: QuarterdeckError, stream: str | None = None) -> bytes:
-    return msgspec.json.encode(
-        {
-            "type": "error",
-            "stream": stream,
-            "error": {
-                "type": error.err_type,
-                "family": FAMILIES.get(error.status_code, "server_error"),
-                "message": error.message,
-                "status_code": error.status_code,
-                "retry_after_s": error.retry_after_s,
-            },
-        }
-    )
+    return msgspec.json.encode({"type": "error", "stream": stream, **error_body(error)})
 
 
-class SignedInSocket(AsyncWebsocketConsumer):  # type: ignore[misc]
+class SignedInSocket(AsyncWebsocketConsumer):
     """A socket of one principal whose rights are read again before each command."""
 
     channel_layer_alias = ""
@@ -54,7 +42,7 @@ class SignedInSocket(AsyncWebsocketConsumer):  # type: ignore[misc]
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> None:
-        self.principal = self.scope["principal"]
+        self.principal = self.scope["principal"]  # type: ignore[typeddict-item]
         await self.accept()
         self._forget = this_worker().sockets.add(self.principal, self._sign_out_soon)
         await self.opened()
@@ -89,7 +77,7 @@ class SignedInSocket(AsyncWebsocketConsumer):  # type: ignore[misc]
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Work that goes on while the socket hears its next frame."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_until_gone(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -118,6 +106,14 @@ class SignedInSocket(AsyncWebsocketConsumer):  # type: ignore[misc]
 
     async def closed(self) -> None:
         """The socket is gone."""
+
+
+async def _until_gone(work: Coroutine[Any, Any, None]) -> None:
+    """A send to a client that has just gone raises OSError: nobody is left to do the work for."""
+    try:
+        await work
+    except OSError as error:
+        log.debug("a socket went away: %s", error)
 
 
 def _bad_frame(error: msgspec.MsgspecError) -> str:

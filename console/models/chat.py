@@ -71,17 +71,25 @@ class Message(models.Model):
     created_at = models.DateTimeField(default=timezone.now, editable=False)
     ended_at = models.DateTimeField(null=True, blank=True)
 
+    # A question; answers side by side share it, whichever workers they run on.
+    turn = models.CharField(max_length=128, blank=True, editable=False)
+
     # Where an answer came from. ``epochs`` are runs [count, epoch] over ``token_ids``.
+    compare = models.BooleanField(default=False, help_text="One of several, side by side")
+    route = models.CharField(max_length=64, blank=True)
     stream = models.CharField(max_length=64, blank=True, db_index=True)
     rid = models.CharField(max_length=128, blank=True)
     worker = models.CharField(max_length=32, blank=True)
+    via = models.CharField(max_length=32, blank=True)
     rank = models.IntegerField(null=True, blank=True)
     params = models.JSONField(default=dict, blank=True)
     token_ids = models.JSONField(default=list, blank=True)
     epochs = models.JSONField(default=list, blank=True)
     logprobs = models.JSONField(null=True, blank=True)
     entropy = models.JSONField(null=True, blank=True)
+    top = models.JSONField(null=True, blank=True)
     finish = models.JSONField(null=True, blank=True)
+    slot_freed = models.BooleanField(null=True, blank=True)
     prompt_tokens = models.PositiveIntegerField(default=0)
     completion_tokens = models.PositiveIntegerField(default=0)
     cached_tokens = models.PositiveIntegerField(default=0)
@@ -92,6 +100,11 @@ class Message(models.Model):
 
     class Meta:
         ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(
+                fields=["turn"], condition=~models.Q(turn=""), name="one_question_per_turn"
+            )
+        ]
 
     def __str__(self) -> str:
         return f"{self.role}: {self.text[:60]}"

@@ -48,6 +48,8 @@ class ApiKey(models.Model):
     revoked_at = models.DateTimeField(null=True, blank=True)
     last_used_at = models.DateTimeField(null=True, blank=True, editable=False)
 
+    may_revoke = False  # set for the page that shows the row
+
     objects = ApiKeyQuerySet.as_manager()
 
     class Meta:

@@ -14,27 +14,24 @@ from console.models import Conversation, Message
 from console.models.chat import ConversationQuerySet
 from engine.errors import NotFound
 
-MESSAGE_FIELDS = (
-    "id",
-    "parent_id",
-    "role",
-    "state",
-    "text",
-    "created_at",
-    "ended_at",
+QUESTION_FIELDS = ("id", "role", "text", "state")
+ANSWER_FIELDS = (
+    *QUESTION_FIELDS,
     "stream",
+    "route",
+    "compare",
     "rid",
     "worker",
+    "via",
     "rank",
     "params",
     "token_ids",
     "epochs",
     "logprobs",
     "entropy",
+    "top",
     "finish",
-    "prompt_tokens",
-    "completion_tokens",
-    "cached_tokens",
+    "slot_freed",
     "ttft_ms",
     "tokens_per_s",
 )
@@ -63,8 +60,8 @@ def _summary(conversation: Conversation) -> dict[str, Any]:
         "id": conversation.pk,
         "title": conversation.title,
         "pinned": conversation.pinned,
-        "created_at": conversation.created_at,
-        "updated_at": conversation.updated_at,
+        "created_at": conversation.created_at.timestamp(),
+        "updated_at": conversation.updated_at.timestamp(),
     }
 
 
@@ -72,8 +69,24 @@ def read(principal: Principal, conversation_id: int) -> dict[str, Any]:
     conversation = own(principal).filter(pk=conversation_id).first()
     if conversation is None:
         raise _unknown(conversation_id)
-    messages = list(conversation.messages.values(*MESSAGE_FIELDS))
+    messages = [_message(message) for message in conversation.messages.all()]
     return {**_summary(conversation), "messages": messages}
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Times are seconds since the Unix epoch; ``parent`` is the id of the message before."""
+    answers = message.role == Message.Role.ASSISTANT
+    fields = {
+        name: getattr(message, name) for name in (ANSWER_FIELDS if answers else QUESTION_FIELDS)
+    }
+    fields |= {"parent": message.parent_id, "created_at": message.created_at.timestamp()}
+    if answers:
+        fields["usage"] = {
+            "prompt_tokens": message.prompt_tokens,
+            "completion_tokens": message.completion_tokens,
+            "cached_tokens": message.cached_tokens,
+        }
+    return fields
 
 
 def change(principal: Principal, conversation_id: int, fields: dict[str, Any]) -> None:
@@ -99,7 +112,7 @@ def as_markdown(content: dict[str, Any]) -> str:
             epochs = ", ".join(str(epoch) for _, epoch in message["epochs"]) or "none"
             lines += [
                 f"*worker {message['worker']}, rank {message['rank']}, epochs {epochs}, "
-                f"{message['completion_tokens']} tokens, {message['state']}*",
+                f"{message['usage']['completion_tokens']} tokens, {message['state']}*",
                 "",
             ]
     return "\n".join(lines)

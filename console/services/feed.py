@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import EngineView, FleetSnapshot, Part
+from engine.messages import EngineView, FleetSnapshot
 
 QUIET_S = 2.0  # without a snapshot for so long the picture says that the engine is unreachable
-PARTS = ("engine", "workers", "ranks", "counters")
+PARTS = ("engine", "workers", "ranks", "epochs", "pause_until", "session", "counters")
 
 
 def unreachable(reason: str) -> FleetSnapshot:
@@ -39,11 +39,14 @@ def as_json(snapshot: FleetSnapshot) -> dict[str, Any]:
         "engine": _fields(snapshot.engine),
         "workers": workers,
         "ranks": [_fields(view) for view in snapshot.ranks],
+        "epochs": {str(epoch): _fields(label) for epoch, label in snapshot.epochs.items()},
+        "pause_until": snapshot.pause_until,
+        "session": snapshot.session,
         "counters": snapshot.counters,
     }
 
 
-def _fields(part: Part) -> dict[str, Any]:
+def _fields(part: msgspec.Struct) -> dict[str, Any]:
     return {name: getattr(part, name) for name in part.__struct_fields__}
 
 

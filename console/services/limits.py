@@ -19,7 +19,7 @@ WINDOW_S = 60
 
 class RateLimited(QuarterdeckError):
     status_code = 429
-    err_type = "rate_limit_exceeded"
+    err_type = "rate_limit_error"
 
 
 _local: Counter[str] = Counter()  # windows counted while valkey was away

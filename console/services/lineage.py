@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from engine.messages import FleetSnapshot
+from engine.messages import EpochLabel, FleetSnapshot
 
-Name = tuple[str, int | None]  # weight_version, token_step
+UNNAMED = EpochLabel(weight_version="")
 
 
 class Lineage:
-    """Names of the epochs that this worker has seen in snapshots."""
+    """Labels of the epochs that this worker has heard of."""
 
     def __init__(self) -> None:
-        self._names: dict[int, Name] = {}
+        self._labels: dict[int, EpochLabel] = {}
 
     def note(self, snapshot: FleetSnapshot) -> None:
-        for rank in snapshot.ranks:
-            self._names[rank.epoch] = (rank.weight_version, rank.token_step)
+        self._labels.update(snapshot.epochs)
 
-    async def names(
+    async def labels(
         self, epochs: set[int], read: Callable[[], Awaitable[FleetSnapshot]]
-    ) -> dict[int, Name]:
-        """Names of ``epochs``; ``read`` is asked once when one of them is new here."""
-        if not epochs <= self._names.keys():
+    ) -> dict[int, EpochLabel]:
+        """Labels of ``epochs``; ``read`` is asked once when one of them is new here."""
+        if not epochs <= self._labels.keys():
             self.note(await read())
-        return {epoch: self._names.get(epoch, ("", None)) for epoch in epochs}
+        return {epoch: self._labels.get(epoch, UNNAMED) for epoch in epochs}

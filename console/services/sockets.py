@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 CLOSE_SIGNED_OUT = 4401
+CLOSE_FORBIDDEN = 4403
 
 
 def session_digest(session_key: str) -> str:

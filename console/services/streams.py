@@ -24,7 +24,7 @@ import msgspec
 from console.api.errors import internal_error
 from console.services.rows import merge_all
 from engine.errors import Conflict, NotFound, QuarterdeckError
-from engine.messages import Finish, Provenance, StrRow, join_runs
+from engine.messages import Finish, OutputLogprobs, Provenance, StrRow, join_runs
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Answer:
     epochs: list[tuple[int, int]] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)  # candidates per token
     provenance: Provenance | None = None
     finish: Finish | None = None
     confirmed: bool = False  # the engine sent the terminal row: its slot is free
@@ -57,8 +58,10 @@ class Answer:
         self.text.append(row.text)
         self.token_ids += row.output_ids
         self.epochs += row.epochs
-        self.logprobs += row.output_logprobs.values if row.output_logprobs else []
         self.entropy += row.entropy or []
+        if row.output_logprobs is not None:
+            self.logprobs += row.output_logprobs.values
+            self.top += candidates(row.output_logprobs) or []
         self.provenance = row.provenance or self.provenance
         if row.finish is not None:
             self.finish, self.confirmed = row.finish, True
@@ -72,6 +75,12 @@ class Answer:
         """Decode speed: the first token is not counted, its time is the TTFT."""
         seconds = self.last_at - self.first_at
         return round((len(self.token_ids) - 1) / seconds, 1) if seconds > 0 else None
+
+    @property
+    def finish_fields(self) -> dict[str, Any]:
+        """Every field of the finish; one that says so when the stream just broke off."""
+        finish = self.finish or Finish(type="abort", message="the stream broke off")
+        return {name: getattr(finish, name) for name in finish.__struct_fields__}
 
     @property
     def epoch_runs(self) -> list[tuple[int, int]]:
@@ -191,10 +200,9 @@ class Stream:
 
     def _end_fields(self) -> dict[str, Any]:
         answer = self.answer
-        finish = answer.finish or Finish(type="abort", message="the stream broke off")
         return {
             "type": "end",
-            "finish": {name: getattr(finish, name) for name in finish.__struct_fields__},
+            "finish": answer.finish_fields,
             "usage": answer.usage,
             "worker": self.worker,
             "rank": answer.rank,
@@ -371,11 +379,19 @@ def delta_fields(row: StrRow) -> dict[str, Any]:
     }
     if row.output_logprobs is not None:
         fields["logprobs"] = row.output_logprobs.values
-        top = row.output_logprobs.top
+        top = candidates(row.output_logprobs)
         if top is not None:
-            fields["top"] = [
-                list(zip(*pair, strict=True)) for pair in zip(top.ids, top.values, strict=True)
-            ]
+            fields["top"] = top
     if row.entropy is not None:
         fields["entropy"] = row.entropy
     return fields
+
+
+def candidates(logprobs: OutputLogprobs) -> list[list[tuple[int, float]]] | None:
+    """``[(id, logprob), ...]`` per token, best first."""
+    top = logprobs.top
+    if top is None:
+        return None
+    return [
+        list(zip(ids, values, strict=True)) for ids, values in zip(top.ids, top.values, strict=True)
+    ]

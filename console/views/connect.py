@@ -1,7 +1,7 @@
 """``/connect/``: how a program reaches this server.
 
-``connect.html`` gets ``base_url`` (scheme and host as the browser sees them, no trailing slash),
-``model`` (the served model's name) and ``may_make_keys``.
+``connect.html`` gets ``page``, ``base_url`` (scheme and host as the browser sees them, no slash at
+the end) and ``model`` (the name of the model that this server is set up for).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from console.http import PageRequest
 @requires("view_fleet", page=True)
 def connect(request: PageRequest) -> HttpResponse:
     context = {
+        "page": "connect",
         "base_url": f"{request.scheme}://{request.get_host()}",
         "model": Path(settings.QUARTERDECK_ENGINE.model_path).name,
-        "may_make_keys": request.principal.may("manage_keys"),
     }
     return render(request, "connect.html", context)

@@ -1,6 +1,6 @@
 """``/fleet/``: workers, ranks and engine, live.
 
-``fleet.html`` gets no context beyond the shell's: the page fills itself from ``/ws/fleet/``.
+``fleet.html`` gets ``page`` alone: it fills itself from ``/ws/fleet/``.
 """
 
 from __future__ import annotations
@@ -16,4 +16,4 @@ from console.http import PageRequest
 @require_GET
 @requires("view_fleet", page=True)
 def fleet(request: PageRequest) -> HttpResponse:
-    return render(request, "fleet.html")
+    return render(request, "fleet.html", {"page": "fleet"})

@@ -1,14 +1,15 @@
 """``/keys/``: API keys. POST ``/keys/create/`` and ``/keys/<id>/revoke/``.
 
-``keys.html`` gets ``keys`` (rows of ``ApiKey``: name, prefix, owner, scopes, state, created_at,
-expires_at, last_used_at, max_requests_per_minute, max_new_tokens), ``scopes`` (names to choose
-from), ``error`` (a sentence or "") and ``new_key`` (the key itself, shown this once, or "").
-The form posts ``name``, ``scope`` (repeated), ``expires_days``, ``max_requests_per_minute`` and
-``max_new_tokens``; the last three may be empty.
+``keys.html`` gets ``page``, ``keys`` (rows of ``ApiKey`` with ``may_revoke`` set), ``scopes``
+(value, label, hint), ``may_create``, ``new_key`` (``{name, secret}``, this once, or None) and
+``form`` (with its errors after a refusal, or None).
 """
 
 from __future__ import annotations
 
+from typing import TypedDict
+
+from django import forms
 from django.http import HttpResponse
 from django.shortcuts import redirect, render
 from django.views.decorators.cache import never_cache
@@ -19,7 +20,25 @@ from console.access import requires
 from console.http import PageRequest
 from console.models import ApiKey
 from console.services import keys as service
-from engine.errors import BadRequest
+from engine.errors import QuarterdeckError
+
+SCOPES = [
+    ("inference", "Inference", "Chat, generate, read the fleet's state"),
+    ("control", "Control", "Control the engine, read the fleet's state"),
+]
+
+
+class NewKey(TypedDict):
+    name: str
+    secret: str
+
+
+class KeyForm(forms.Form):
+    name = forms.CharField(max_length=100)
+    scopes = forms.MultipleChoiceField(choices=[(value, label) for value, label, _ in SCOPES])
+    expires_days = forms.IntegerField(min_value=1, max_value=3650, required=False)
+    max_requests_per_minute = forms.IntegerField(min_value=0, required=False)
+    max_new_tokens = forms.IntegerField(min_value=0, required=False)
 
 
 @require_GET
@@ -33,18 +52,23 @@ def keys(request: PageRequest) -> HttpResponse:
 @never_cache
 def create(request: PageRequest) -> HttpResponse:
     """Shows the key in the answer itself: it is stored nowhere, so no redirect could show it."""
+    form = KeyForm(request.POST)
+    if not form.is_valid():
+        return _page(request, form=form)
+    given = form.cleaned_data
     try:
-        _, token = service.create_key(
-            name=request.POST.get("name", ""),
-            scopes=_grantable(request.principal, request.POST.getlist("scope")),
+        key, token = service.create_key(
+            name=given["name"],
+            scopes=_grantable(request.principal, given["scopes"]),
             owner_id=request.principal.user_id,
-            expires_days=_number(request, "expires_days") or None,
-            max_requests_per_minute=_number(request, "max_requests_per_minute"),
-            max_new_tokens=_number(request, "max_new_tokens"),
+            expires_days=given["expires_days"],
+            max_requests_per_minute=given["max_requests_per_minute"] or 0,
+            max_new_tokens=given["max_new_tokens"] or 0,
         )
-    except BadRequest as error:
-        return _page(request, error=error.message, status=400)
-    return _page(request, new_key=token)
+    except QuarterdeckError as error:
+        form.add_error(None, error.message)
+        return _page(request, form=form)
+    return _page(request, new_key={"name": key.name, "secret": token})
 
 
 @require_POST
@@ -55,30 +79,28 @@ def revoke(request: PageRequest, key_id: int) -> HttpResponse:
 
 
 def _page(
-    request: PageRequest, *, new_key: str = "", error: str = "", status: int = 200
+    request: PageRequest, *, new_key: NewKey | None = None, form: KeyForm | None = None
 ) -> HttpResponse:
     rows = ApiKey.objects.select_related("owner")
-    if not request.principal.may("manage_all_keys"):
+    everybody = request.principal.may("manage_all_keys")
+    if not everybody:
         rows = rows.filter(owner_id=request.principal.user_id)
+    for row in rows:
+        row.may_revoke = everybody or row.owner_id == request.principal.user_id
     context = {
+        "page": "keys",
         "keys": rows,
-        "scopes": sorted(auth.SCOPE_PERMISSIONS),
+        "scopes": SCOPES,
+        "may_create": True,
         "new_key": new_key,
-        "error": error,
+        "form": form,
     }
-    return render(request, "keys.html", context, status=status)
+    return render(request, "keys.html", context, status=400 if form is not None else 200)
 
 
 def _grantable(principal: auth.Principal, scopes: list[str]) -> list[str]:
     """Nobody gives a key rights that they lack."""
     for scope in scopes:
-        for permission in sorted(auth.SCOPE_PERMISSIONS.get(scope, frozenset())):
+        for permission in sorted(auth.SCOPE_PERMISSIONS[scope]):
             principal.require(permission)
     return scopes
-
-
-def _number(request: PageRequest, name: str) -> int:
-    raw = request.POST.get(name, "").strip() or "0"
-    if not raw.isdecimal():
-        raise BadRequest(f"{name} must be a number, got {raw!r}")
-    return int(raw)
