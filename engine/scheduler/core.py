@@ -112,25 +112,18 @@ class SchedulerCore:
         sequence = Sequence(
             request=request,
             sampling=sampling,
-            order=(-request.priority, self._arrivals),
+            arrival=self._arrivals,
             received_at=request.received_at or now,
-            block_size=self._info.block_size,
-            limit=min(len(request.input_ids) + sampling.max_new_tokens, self._longest),
-            stop_ids=frozenset(sampling.stop_token_ids).union(
-                () if sampling.ignore_eos else self._info.eos_token_ids
-            ),
+            info=self._info,
+            longest=self._longest,
             stop_checker=None if refusal else self._stop_checker(sampling),
         )
         self._arrivals += 1
         self._live[request.rid] = sequence
         insort(self._waiting, sequence, key=_order)
         if refusal:
-            finish = Finish(
-                type="abort",
-                message=refusal,
-                status_code=BadRequest.status_code,
-                err_type=BadRequest.err_type,
-            )
+            code, kind = BadRequest.status_code, BadRequest.err_type
+            finish = Finish(type="abort", message=refusal, status_code=code, err_type=kind)
             self._send(sequence, None, finish, now)
 
     def abort(

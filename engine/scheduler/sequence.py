@@ -9,7 +9,7 @@ Lengths, the same words everywhere: ``prompt_tokens`` were given, ``output_token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from typing import Protocol, TypeVar
 
@@ -90,13 +90,16 @@ class Sequence:
 
     request: TokenizedGenerateReqInput
     sampling: SamplingParams  # with a seed, so that a retracted row repeats itself
-    order: tuple[int, int]  # (-priority, arrival): the smaller runs first and is retracted last
+    arrival: int  # counts accepted requests
     received_at: float
-    block_size: int
-    limit: int = 0  # prompt and output tokens together
-    stop_ids: frozenset[int] = frozenset()
-    stop_checker: StopChecker | None = None
+    info: InitVar[ModelInfo]
+    longest: InitVar[int]  # tokens that context and KV pool allow
+    stop_checker: StopChecker | None
 
+    order: tuple[int, int] = field(init=False)  # the smaller runs first and is retracted last
+    block_size: int = field(init=False)
+    limit: int = field(init=False)  # prompt and output tokens together
+    stop_ids: frozenset[int] = field(init=False)
     tokens: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
     namespace: Namespace = field(init=False)
@@ -124,10 +127,15 @@ class Sequence:
     hidden_width: int = 0
     hidden_end: int = 0  # positions before it are sent or in ``hidden``
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, info: ModelInfo, longest: int) -> None:
+        self.order = (-self.request.priority, self.arrival)
+        self.block_size = info.block_size
         self.tokens = list(self.request.input_ids)
         self.prompt_tokens = len(self.tokens)
         self.namespace = Namespace(self.request.extra_key)
+        self.limit = min(self.prompt_tokens + self.sampling.max_new_tokens, longest)
+        own_ids = () if self.sampling.ignore_eos else info.eos_token_ids
+        self.stop_ids = frozenset((*self.sampling.stop_token_ids, *own_ids))
 
     @property
     def pending(self) -> int:
