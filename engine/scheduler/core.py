@@ -38,7 +38,8 @@ from engine.scheduler.sequence import (
     RequestView,
     Sequence,
     StopChecker,
-    never_runs,
+    abort_for,
+    check_request,
 )
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -105,7 +106,6 @@ class SchedulerCore:
         """
         if request.rid in self._live:
             raise ValueError(f"request {request.rid} is live already")
-        refusal = never_runs(request, self._info, self._context, self._kv.total_tokens)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
@@ -116,15 +116,15 @@ class SchedulerCore:
             received_at=request.received_at or now,
             info=self._info,
             longest=self._longest,
-            stop_checker=None if refusal else self._stop_checker(sampling),
         )
         self._arrivals += 1
         self._live[request.rid] = sequence
         insort(self._waiting, sequence, key=_order)
-        if refusal:
-            code, kind = BadRequest.status_code, BadRequest.err_type
-            finish = Finish(type="abort", message=refusal, status_code=code, err_type=kind)
-            self._send(sequence, None, finish, now)
+        try:
+            check_request(request, self._info, self._context, self._kv.total_tokens)
+            sequence.stop_checker = self._stop_checker(sampling)
+        except BadRequest as refusal:
+            self._send(sequence, None, abort_for(refusal), now)
 
     def abort(
         self,

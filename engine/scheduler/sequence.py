@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from engine.errors import BadRequest
 from engine.messages import (
     DecodeParams,
     Finish,
@@ -43,7 +44,7 @@ class StopChecker(Protocol):
     """Watches the text of one request (engine/detokenizer/stops.py)."""
 
     def push(self, token_id: int) -> str | None:
-        """The stop string or regex source that this token completes."""
+        """The stop string or regex source that this token completes; BadRequest ends it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +63,37 @@ class RequestView:
     retractions: int
 
 
-def never_runs(
+def check_request(
     request: TokenizedGenerateReqInput, info: ModelInfo, context: int, kv_tokens: int
-) -> str:
-    """Why this request can never run (``context`` and ``kv_tokens`` bound it); "" if it can."""
+) -> None:
+    """BadRequest for a request that can never run within ``context`` and ``kv_tokens``."""
     prompt, new = len(request.input_ids), request.sampling.max_new_tokens
     if not prompt:
-        return "the prompt has no tokens"
+        raise BadRequest("the prompt has no tokens")
     if new < 0:
-        return f"max_new_tokens is {new}, it must be at least 0"
+        raise BadRequest(f"max_new_tokens is {new}, it must be at least 0")
     longest = min(context, kv_tokens)
     if prompt + min(new, 1) > longest:
         bound = "the model's context" if context <= kv_tokens else "a rank's KV pool"
         room = " and one new token do" if new else " does"
-        return f"the prompt of {prompt} tokens{room} not fit {bound} of {longest} tokens"
+        raise BadRequest(f"the prompt of {prompt} tokens{room} not fit {bound} of {longest} tokens")
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < info.vocab_size:
-        return f"the prompt has token ids outside 0 .. {info.vocab_size - 1}"
-    if request.logprob is not None and request.logprob.start_len >= prompt:
-        start = request.logprob.start_len
-        return f"logprob_start_len is {start}, it must be below the prompt's {prompt} tokens"
-    return ""
+        raise BadRequest(f"the prompt has token ids outside 0 .. {info.vocab_size - 1}")
+    start = -1 if request.logprob is None else request.logprob.start_len
+    if start >= prompt:
+        raise BadRequest(
+            f"logprob_start_len is {start}, it must be below the prompt's {prompt} tokens"
+        )
+
+
+def abort_for(error: BadRequest) -> Finish:
+    """The end of a request by its own mistake."""
+    return Finish(
+        type="abort",
+        message=error.message,
+        status_code=error.status_code,
+        err_type=error.err_type,
+    )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -94,7 +106,7 @@ class Sequence:
     received_at: float
     info: InitVar[ModelInfo]
     longest: InitVar[int]  # tokens that context and KV pool allow
-    stop_checker: StopChecker | None
+    stop_checker: StopChecker | None = None
 
     order: tuple[int, int] = field(init=False)  # the smaller runs first and is retracted last
     block_size: int = field(init=False)
@@ -264,7 +276,10 @@ class Sequence:
             self.token_runs.append((1, epoch))
         matched: int | str | None = token_id if token_id in self.stop_ids else None
         if matched is None and self.stop_checker is not None:
-            matched = self.stop_checker.push(token_id)
+            try:
+                matched = self.stop_checker.push(token_id)
+            except BadRequest as error:  # a regex that takes too long
+                return abort_for(error)
         if matched is not None and self.output_tokens >= self.sampling.min_new_tokens:
             return Finish(type="stop", matched=matched)
         return LENGTH if len(self.tokens) >= self.limit else None

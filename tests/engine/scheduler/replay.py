@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.config import Limits
+from engine.errors import BadRequest
 from engine.messages import (
     Finish,
     InputLogprobs,
@@ -107,11 +108,15 @@ class TextStops:
     """Stands where detokenizer/stops.py stands, over a text of one letter per token."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
+        if "(" in stop:
+            raise BadRequest("'(' does not compile")
         self._stop = stop
         self._text = ""
 
     def push(self, token_id: int) -> str | None:
         self._text += chr(ord("A") + token_id % 5)
+        if "slow" in self._stop and len(self._text) == 3:
+            raise BadRequest("'slow' took too long", err_type="stop_regex_too_slow")
         return next((stop for stop in self._stop if self._text.endswith(stop)), None)
 
 
