@@ -117,14 +117,17 @@ class SchedulerCore:
             info=self._info,
             longest=self._longest,
         )
-        self._arrivals += 1
-        self._live[request.rid] = sequence
-        insort(self._waiting, sequence, key=_order)
+        refused = None
         try:
             check_request(request, self._info, self._context, self._kv.total_tokens)
             sequence.stop_checker = self._stop_checker(sampling)
-        except BadRequest as refusal:
-            self._send(sequence, None, abort_for(refusal), now)
+        except BadRequest as error:
+            refused = abort_for(error)
+        self._arrivals += 1
+        self._live[request.rid] = sequence
+        insort(self._waiting, sequence, key=_order)
+        if refused is not None:
+            self._send(sequence, None, refused, now)
 
     def abort(
         self,
