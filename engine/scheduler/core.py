@@ -38,7 +38,8 @@ from engine.scheduler.sequence import (
     RequestView,
     Sequence,
     StopChecker,
-    never_runs,
+    abort_for,
+    check_request,
 )
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -105,33 +106,28 @@ class SchedulerCore:
         """
         if request.rid in self._live:
             raise ValueError(f"request {request.rid} is live already")
-        refusal = never_runs(request, self._info, self._context, self._kv.total_tokens)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
         sequence = Sequence(
             request=request,
             sampling=sampling,
-            order=(-request.priority, self._arrivals),
+            arrival=self._arrivals,
             received_at=request.received_at or now,
-            block_size=self._info.block_size,
-            limit=min(len(request.input_ids) + sampling.max_new_tokens, self._longest),
-            stop_ids=frozenset(sampling.stop_token_ids).union(
-                () if sampling.ignore_eos else self._info.eos_token_ids
-            ),
-            stop_checker=None if refusal else self._stop_checker(sampling),
+            info=self._info,
+            longest=self._longest,
         )
+        refused = None
+        try:
+            check_request(request, self._info, self._context, self._kv.total_tokens)
+            sequence.stop_checker = self._stop_checker(sampling)
+        except BadRequest as error:
+            refused = abort_for(error)
         self._arrivals += 1
         self._live[request.rid] = sequence
         insort(self._waiting, sequence, key=_order)
-        if refusal:
-            finish = Finish(
-                type="abort",
-                message=refusal,
-                status_code=BadRequest.status_code,
-                err_type=BadRequest.err_type,
-            )
-            self._send(sequence, None, finish, now)
+        if refused is not None:
+            self._send(sequence, None, refused, now)
 
     def abort(
         self,

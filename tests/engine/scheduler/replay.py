@@ -8,12 +8,14 @@ gives a wrong token; what a request must get can be computed without any schedul
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.config import Limits
+from engine.errors import BadRequest
 from engine.messages import (
     Finish,
     InputLogprobs,
@@ -106,11 +108,15 @@ class TextStops:
     """Stands where detokenizer/stops.py stands, over a text of one letter per token."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
+        if "(" in stop:
+            raise BadRequest("'(' does not compile")
         self._stop = stop
         self._text = ""
 
     def push(self, token_id: int) -> str | None:
         self._text += chr(ord("A") + token_id % 5)
+        if "slow" in self._stop and len(self._text) == 3:
+            raise BadRequest("'slow' took too long", err_type="stop_regex_too_slow")
         return next((stop for stop in self._stop if self._text.endswith(stop)), None)
 
 
@@ -257,6 +263,22 @@ class ReplayRunner:
             sampled.top = top(asked.top_num, position)
             sampled.token_logprobs = chosen(asked.token_ids or (), position)
         sampled.entropy = entropy(position)
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many Python and C functions ``work`` calls: its cost without a clock."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 # ----------------------------------------------------------- core and runner together

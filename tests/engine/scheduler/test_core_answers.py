@@ -109,6 +109,27 @@ def test_a_stop_string_ends_the_request_with_the_string_that_matched():
     assert answer.output_ids == alone(asked, model_info(), Limits())[0]
 
 
+def test_a_stop_that_cannot_be_checked_refuses_the_request():
+    rig = Rig()
+    rig.accept(request("a", [1, 2, 3], stop=("(",)))
+    (row,) = rig.rows["a"]
+    assert row.finish is not None
+    assert (row.finish.status_code, row.finish.message) == (400, "'(' does not compile")
+    assert rig.ended == ["a"] and rig.core.idle
+
+
+def test_a_stop_that_takes_too_long_ends_its_own_request_only():
+    rig = Rig()
+    slow, other = rig.run(
+        request("slow", [1, 2, 3], stop=("slow",), ignore_eos=True, max_new_tokens=9),
+        request("other", [4, 5, 6], ignore_eos=True),
+    )
+    assert (slow.finish.type, slow.finish.err_type) == ("abort", "stop_regex_too_slow")
+    assert slow.output_ids == first_tokens([1, 2, 3], 3)
+    assert slow.kv_epochs == [(5, 0)]
+    assert other.finish == Finish(type="length")
+
+
 def test_nothing_stops_a_request_below_its_minimum():
     tokens = first_tokens([1, 2, 3], 6)
     asked = request(

@@ -1,10 +1,8 @@
 """Who runs in a step: budgets, chunks, slots, order, and what one step costs."""
 
-import sys
-
 from engine.config import Limits
 from engine.scheduler.plan import SampledRow, StepPlan, StepResult
-from tests.engine.scheduler.replay import Rig, model_info, request
+from tests.engine.scheduler.replay import Rig, calls_of, model_info, request
 
 
 def counts(plan: StepPlan | None) -> dict[int, int]:
@@ -151,34 +149,26 @@ def test_a_seed_is_drawn_once_for_requests_without_one():
     assert plan.begins[0].sampling.seed == again.begins[0].sampling.seed is not None
 
 
-def calls_per_step(context: int, rows: int = 64) -> float:
-    """Python and C calls that planning and committing one decode step makes, per row."""
+def cost_of_a_decode_row(context: int, rows: int = 64) -> float:
+    """Calls that planning and committing one decode step makes, per row."""
     info = model_info(num_blocks=64 * 80, block_size=16, max_context=5000)
-    rig = Rig(Limits(max_running=64, max_step_tokens=10**6, chunk_tokens=10**6), info)
+    core = Rig(Limits(max_running=64, max_step_tokens=10**6, chunk_tokens=10**6), info).core
     for n in range(rows):
-        rig.core.accept(
-            request(str(n), [n % 40 + 1, n // 40] * (context // 2), max_new_tokens=99), 0.0
-        )
-    calls = 0
+        prompt = [n % 40 + 1, n // 40] * (context // 2)
+        core.accept(request(str(n), prompt, max_new_tokens=99), 0.0)
 
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
+    def step() -> None:
+        plan = core.plan(0.0)
+        assert plan is not None and len(plan.rows) == rows
+        core.commit(plan, StepResult(0, [SampledRow(row.slot, 5) for row in plan.rows]), 0.0)
+        core.take_rows()
 
-    for step in range(6):
-        if step == 5:
-            sys.setprofile(count)
-        plan = rig.core.plan(0.0)
-        assert plan is not None
-        result = StepResult(0, [SampledRow(row.slot, 5) for row in plan.rows])
-        rig.core.commit(plan, result, 0.0)
-        rig.core.take_rows()
-    sys.setprofile(None)
-    assert rig.core.load().running == rows
-    return calls / rows
+    for _ in range(4):
+        step()
+    return calls_of(step) / rows
 
 
 def test_a_decode_step_costs_the_same_behind_any_context():
-    short, long = calls_per_step(16), calls_per_step(1024)
+    short, long = cost_of_a_decode_row(16), cost_of_a_decode_row(1024)
     assert short == long
     assert long < 30

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import Limits
 from engine.messages import LogprobParams
-from tests.engine.scheduler.replay import Rig, alone, input_logprobs, model_info, request
+from tests.engine.scheduler.replay import Rig, alone, calls_of, input_logprobs, model_info, request
 
 PROMPT = list(range(1, 14))  # three full blocks of four and one token
 
@@ -298,22 +298,19 @@ def test_two_writers_of_the_same_text_can_both_finish_in_a_tiny_pool():
     finished(rig)
 
 
-def test_what_a_blocked_request_would_reuse_is_not_looked_up_in_each_step():
-    rig = Rig(info=model_info(num_blocks=10))
-    rig.accept(request("a", [1] * 17, max_new_tokens=16, ignore_eos=True))
+def cost_of_a_step_behind_a_blocked_prompt(length: int) -> int:
+    rig = Rig(Limits(max_running=4), model_info(num_blocks=80, max_context=400))
+    rig.accept(request("a", [1] * 17, max_new_tokens=30, ignore_eos=True))
     rig.step()
-    rig.accept(request("b", [2] * 32, max_new_tokens=1))
-    looked_up = 0
-    match = rig.core._kv.match
+    rig.accept(request("b", [2] * 200, max_new_tokens=9, ignore_eos=True))
+    rig.step()
+    rig.accept(request("c", [3] * length, max_new_tokens=1))
+    rig.step()
+    cost = calls_of(lambda: rig.core.plan(0.0))
+    assert [view.phase for view in rig.core.requests()] == ["decode", "decode", "waiting"]
+    return cost
 
-    def counted(*arguments):
-        nonlocal looked_up
-        looked_up += 1
-        return match(*arguments)
 
-    rig.core._kv.match = counted
-    for _ in range(10):
-        rig.step()
-    assert looked_up == 1
-    rig.drain()
-    finished(rig)
+def test_a_prompt_that_has_to_wait_for_room_is_not_read_again_in_each_step():
+    costs = {cost_of_a_step_behind_a_blocked_prompt(length) for length in (120, 300)}
+    assert len(costs) == 1
