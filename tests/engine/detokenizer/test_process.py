@@ -192,8 +192,10 @@ def test_a_worker_that_reads_nothing_is_evicted_reported_and_delays_nobody(
         assert time.monotonic() < deadline
         engine.send(engine.row("slow", text), engine.row("quick", hello, to="w2"))
         process.turn(time.monotonic())
-    reports = turn_until(process, engine.router.drain)
-    assert reports[-1].evict and reports[-1].inbox == engine.address("w1")
+    reports = []
+    while not any(report.evict for report in reports):
+        reports += turn_until(process, engine.router.drain)
+    assert reports[-1].inbox == engine.address("w1")
     assert {rid for report in reports for rid in report.rids} == {"slow"}
     assert len(rows_of(quick.drain())) > 3
     engine.send(engine.row("quick", hello, to="w2", finish=LENGTH))
