@@ -98,7 +98,7 @@ def first(stop=()):
     return DecodeParams(prompt_tail=[], stop=stop)
 
 
-def turn_until(process, condition, timeout_s=5.0):
+def turn_until(process, condition, timeout_s=20.0):
     """Turns the process's loop until ``condition()`` is true; what it was."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -187,13 +187,15 @@ def test_a_worker_that_reads_nothing_is_evicted_reported_and_delays_nobody(
     quick = engine.inbox("w2")
     text = tokenizer.encode("word " * 4_000, add_special_tokens=False)
     engine.send(engine.row("slow", decode=first()), engine.row("quick", to="w2", decode=first()))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # the queues in between are full after some 300 frames
     while process.counters["evicted_inboxes"] == 0:
         assert time.monotonic() < deadline
         engine.send(engine.row("slow", text), engine.row("quick", hello, to="w2"))
         process.turn(time.monotonic())
-    reports = turn_until(process, engine.router.drain)
-    assert reports[-1].evict and reports[-1].inbox == engine.address("w1")
+    reports = []
+    while not any(report.evict for report in reports):
+        reports += turn_until(process, engine.router.drain)
+    assert reports[-1].inbox == engine.address("w1")
     assert {rid for report in reports for rid in report.rids} == {"slow"}
     assert len(rows_of(quick.drain())) > 3
     engine.send(engine.row("quick", hello, to="w2", finish=LENGTH))
