@@ -61,11 +61,38 @@ class GenerateReqInput:
     no_logs: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What the model's generation_config.json recommends, for requests that do not say."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    repetition_penalty: float = 1.0
+
+    @staticmethod
+    def of(model_path: Path) -> SamplingDefaults:
+        path = model_path / "generation_config.json"
+        given = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        if not given.get("do_sample", False):
+            return SamplingDefaults()
+        names = ("temperature", "top_p", "top_k", "repetition_penalty")
+        return SamplingDefaults(**{name: given[name] for name in names if given.get(name)})
+
+
 class TokenizerWorker:
     """Prompts to token ids, checked against the model's limits."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_context: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_context: int,
+        vocab_size: int,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.defaults = defaults or SamplingDefaults()
         self.max_context = max_context
         self.vocab_size = vocab_size
 
@@ -259,6 +286,10 @@ class EngineClient:
     @property
     def max_context(self) -> int:
         return self._ready().max_context
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self._ready().defaults
 
     def subscribe(self, callback: Callable[[m.FleetSnapshot], None]) -> Callable[[], None]:
         """``callback`` gets each snapshot, in the loop; the result unsubscribes it."""
@@ -593,4 +624,5 @@ def _tokenizer_worker(run: RunFile) -> TokenizerWorker:
         Tokenizer.load(Path(run.config.model_path)),
         max_context=int(run.model["max_context"]),
         vocab_size=int(run.model["vocab_size"]),
+        defaults=SamplingDefaults.of(Path(run.config.model_path)),
     )

@@ -177,7 +177,7 @@ def _job(
     engine = this_worker().engine
     identity = body.rid or f"{prefix}-{uuid.uuid4().hex}"
     samples = body.n or 1
-    sampling = body.sampling(max_tokens or engine.max_context)
+    sampling = body.sampling(max_tokens or engine.max_context, engine.sampling_defaults)
     count = len(prompts) * samples
     requests = [
         GenerateReqInput(

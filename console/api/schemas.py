@@ -14,6 +14,7 @@ from django.http import HttpRequest
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from console.api.errors import BadField, NotSupported
+from engine.client import SamplingDefaults
 from engine.errors import BadRequest
 from engine.messages import SamplingParams
 
@@ -130,17 +131,18 @@ class OpenAIBody(Struct, kw_only=True):
         if (self.response_format or {}).get("type", "text") != "text":
             raise NotSupported("response_format other than text is not supported by this server")
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
+    def sampling(self, max_tokens: int, defaults: SamplingDefaults) -> SamplingParams:
+        """``defaults``: the model's own, for what the request does not say (as SGLang and vLLM)."""
         return SamplingParams(
             max_new_tokens=max_tokens,
             min_new_tokens=min(self.min_tokens or 0, max_tokens),
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, -1) or -1,
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=_or(self.top_k, defaults.top_k) or -1,
             min_p=_or(self.min_p, 0.0),
             frequency_penalty=_or(self.frequency_penalty, 0.0),
             presence_penalty=_or(self.presence_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             logit_bias=self.logit_bias or {},
             stop=_as_tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids or ()),

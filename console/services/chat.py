@@ -103,10 +103,12 @@ def _request(
         raise BadRequest("the text is empty")
     params = question.params
     system = [{"role": "system", "content": params.system}] if params.system else []
+    defaults = this_worker().engine.sampling_defaults
     sampling = SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k or -1,
+        temperature=defaults.temperature if params.temperature is None else params.temperature,
+        top_p=params.top_p or defaults.top_p,
+        top_k=params.top_k or defaults.top_k,
+        repetition_penalty=defaults.repetition_penalty,
         max_new_tokens=params.max_new_tokens,
         stop=tuple(params.stop),
         seed=params.seed,

@@ -12,11 +12,11 @@ StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 
 
 class ChatParams(msgspec.Struct, frozen=True, kw_only=True):
-    """``top_k`` -1 and ``seed`` None mean none; ``system`` "" is the model's own prompt."""
+    """None means the model's own default; ``system`` "" is the model's own prompt."""
 
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.7
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] = 512
     seed: int | None = None
     stop: list[str] = []

@@ -88,7 +88,7 @@ export function joinRuns(runs, more) {
   return runs;
 }
 
-/** An answer out of a stored message of `/api/conversations/<id>/`. */
+/** An answer out of a stored message of `/api/conversations/<id>`. */
 export function storedAnswer(message) {
   return Object.assign(newAnswer({ stream: message.stream, route: "auto" }), {
     phase: message.state === "running" ? "lost" : message.state,

@@ -31,7 +31,7 @@ export class ConversationList {
   async load(offset) {
     const words = this.search.value.trim();
     await this.attempt(async () => {
-      const found = await get(`/api/conversations/?q=${encodeURIComponent(words)}&offset=${offset}`);
+      const found = await get(`/api/conversations?q=${encodeURIComponent(words)}&offset=${offset}`);
       if (words !== this.search.value.trim()) return;
       this.items = offset ? [...this.items, ...found.conversations] : found.conversations;
       this.next = found.next;
@@ -67,7 +67,7 @@ export class ConversationList {
     fill(row, { title: item.title, when: whenShort(Date.parse(item.updated_at) / 1000) });
     row.querySelector("[data-do=rename]").addEventListener("click", () => this.rename(item));
     row.querySelector("[data-do=delete]").addEventListener("click", () => this.remove(item));
-    for (const form of ["md", "json"]) row.querySelector(`[data-export=${form}]`).href = `/api/conversations/${item.id}/export.${form}`;
+    for (const form of ["md", "json"]) row.querySelector(`[data-export=${form}]`).href = `/api/conversations/${item.id}/export?format=${form}`;
     return row;
   }
 
@@ -75,7 +75,7 @@ export class ConversationList {
     const title = await askText("Rename conversation", "Title", item.title, "Rename");
     if (!title || title === item.title) return;
     await this.attempt(async () => {
-      await request("PATCH", `/api/conversations/${item.id}/`, { title });
+      await request("PATCH", `/api/conversations/${item.id}`, { title });
       item.title = title;
     });
   }
@@ -84,7 +84,7 @@ export class ConversationList {
     const sure = await confirmDanger("Delete conversation", `"${item.title}" and all its answers are deleted for good.`, "Delete conversation");
     if (!sure) return;
     await this.attempt(async () => {
-      await request("DELETE", `/api/conversations/${item.id}/`);
+      await request("DELETE", `/api/conversations/${item.id}`);
       this.items = this.items.filter((one) => one.id !== item.id);
       if (item.id === this.currentId) location.href = "/playground/";
     });

@@ -174,7 +174,7 @@ function say(text) {
 // -- the stored conversation --
 
 async function readStored() {
-  const found = await get(`/api/conversations/${place.conversation}/`);
+  const found = await get(`/api/conversations/${place.conversation}`);
   stored = found.messages;
   document.title = `${found.title} · Quarterdeck`;
 }
