@@ -35,8 +35,10 @@ def test_decode_agrees(shape: tuple[int, int, int], scores: Scores, dtype: torch
     assert_close(paged_attention(q, cache, scores), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "scores", [*SCORES.values(), Scores(0.125, window=64)], ids=[*SCORES, "window of two splits"]
+)
 @pytest.mark.parametrize("split_tokens", [32, 50])
 def test_split_decode_agrees(split_tokens: int, scores: Scores, dtype: torch.dtype):
     cache = paged_context([1, 0, 131, 64], kv_heads=2, dim=24, dtype=dtype, block_size=8)
