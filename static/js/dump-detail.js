@@ -92,7 +92,7 @@ async function load() {
     points = found.points;
     first = found.first ?? null;
     page.querySelector(".loaded").hidden = false;
-    page.querySelector(".tree").replaceChildren(treeNode(collapsed(treeOf(points))));
+    page.querySelector(".tree").replaceChildren(...collapsed(treeOf(points)).map(treeNode));
     say(found);
     draw();
     page.querySelector(".first-difference")?.scrollIntoView({ block: "center" });

@@ -14,15 +14,17 @@ export function treeOf(points) {
   return root;
 }
 
-/** Chains with a single child and no points of their own become one line: "model.layers". */
+/** Children of a node as lists; chains with one child and no points become one line, "model.layers". */
 export function collapsed(node) {
-  let at = node;
-  let name = node.name;
-  while (at.children.size === 1 && at.points.length === 0) {
-    [at] = at.children.values();
-    name = name ? `${name}.${at.name}` : at.name;
-  }
-  return { ...at, name, children: [...at.children.values()].map(collapsed) };
+  return [...node.children.values()].map((child) => {
+    let at = child;
+    let { name } = child;
+    while (at.children.size === 1 && at.points.length === 0) {
+      [at] = at.children.values();
+      name = `${name}.${at.name}`;
+    }
+    return { ...at, name, children: collapsed(at) };
+  });
 }
 
 /** A number of a tensor, short and exact enough to compare by eye: "1.234e-5", "0.8125", "–". */

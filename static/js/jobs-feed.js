@@ -9,7 +9,7 @@ import { LiveSocket } from "./socket.js";
 
 const ENDED = new Set(["done", "partial", "failed", "refused", "cancelled"]);
 
-const TONES = { done: "ok", queued: "info", sent: "info", running: "info", partial: "warn", cancelled: "warn" };
+const TONES = { done: "ok", queued: "info", sent: "info", running: "info", prepared: "info", committed: "info", partial: "warn", cancelled: "warn" };
 
 /** ok, info, warn or bad for a job's or a rank's state. */
 export function jobTone(state) {

@@ -7,7 +7,6 @@
 import { fill, fromTemplate, setData } from "./dom.js";
 import { FilteredList } from "./filtered-list.js";
 import { duration, when } from "./format.js";
-import { rankChip } from "./job-chips.js";
 import { hasEnded, jobsFeed, jobTone } from "./jobs-feed.js";
 
 const jobsBox = document.getElementById("jobs");
@@ -19,13 +18,19 @@ function jobRow(job) {
   return row;
 }
 
+/** "dp1·tp0 failed" of one, "2 sent, 2 prepared" of several; nothing when all are done. */
+function ranksInWords(ranks) {
+  const open = ranks.filter(({ state }) => state !== "done");
+  if (open.length === 1) return `dp${open[0].dp}·tp${open[0].tp} ${open[0].state}`;
+  return [...new Set(open.map(({ state }) => state))].map((name) => `${open.filter(({ state }) => state === name).length} ${name}`).join(", ");
+}
+
 function fillJob(row, job) {
   setData(row.querySelector(".dot"), "tone", jobTone(job.state));
   fill(row, {
-    id: job.id, title: job.title, state: job.state, message: job.message, actor: job.actor, when: when(job.created_at),
+    ranks: ranksInWords(job.ranks), id: job.id, title: job.title, state: job.state, message: job.message, actor: job.actor, when: when(job.created_at),
     took: job.ended_at ? duration(job.ended_at - job.created_at) : hasEnded(job) ? "–" : "runs",
   });
-  row.querySelector("[data-ranks]").replaceChildren(...job.ranks.filter(({ state }) => state !== "done").map(rankChip));
 }
 
 function fillEntry(row, entry) {

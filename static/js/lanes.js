@@ -5,33 +5,13 @@
 
 import { get } from "./api.js";
 import { cssColour, fill, h, icon } from "./dom.js";
+import { hueOf, micros, zoomed } from "./lane-math.js";
 
 const LANE_PX = 28;
 const LABEL_PX = 120;
 const AXIS_PX = 24;
 const ZOOM = 1.4;
 const FETCH_WAIT_MS = 120;
-const LEAST_SPAN_US = 10;
-
-/** "1.4 ms" for microseconds. Pure. */
-export function micros(us) {
-  if (us >= 1e6) return `${(us / 1e6).toFixed(2)} s`;
-  return us >= 1000 ? `${(us / 1000).toFixed(us >= 1e5 ? 0 : 2)} ms` : `${Math.round(us)} µs`;
-}
-
-/** Window after a zoom by `factor` around `at`, kept inside the trace. Pure. */
-export function zoomed({ from, to, begin, end }, factor, at) {
-  const span = Math.min(end - begin, Math.max(LEAST_SPAN_US, (to - from) / factor));
-  const start = Math.min(Math.max(begin, at - ((at - from) * span) / (to - from)), end - span);
-  return { from: start, to: start + span };
-}
-
-/** A stable colour for an operation's name: place in the list of chart colours. Pure. */
-export function hueOf(name) {
-  let sum = 0;
-  for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) >>> 0;
-  return sum % 4;
-}
 
 class Lanes extends HTMLElement {
   connectedCallback() {

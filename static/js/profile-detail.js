@@ -10,7 +10,7 @@ import { get } from "./api.js";
 import { fill, h, setData } from "./dom.js";
 import { bytes, count, percent, when } from "./format.js";
 import { jobTone, jobsFeed } from "./jobs-feed.js";
-import { micros } from "./lanes.js";
+import { micros } from "./lane-math.js";
 import { ranksInWords } from "./profile-words.js";
 import { setFacts } from "./sheet.js";
 

@@ -36,5 +36,5 @@ export function ticksOf({ from, to, width }, spacePx = 110) {
   const offset = new Date(from * 1000).getTimezoneOffset() * 60;
   const ticks = [];
   for (let at = Math.ceil((from - offset) / step) * step + offset; at <= to; at += step) ticks.push({ at, x: ((at - from) * width) / (to - from) });
-  return ticks;
+  return ticks.filter(({ x }) => x < width - spacePx / 2);
 }
