@@ -20,6 +20,7 @@ from django.views.decorators.http import require_GET, require_POST
 from console.access import requires
 from console.api import meta
 from console.api.errors import BadField, ModelNotFound, NotSupported
+from console.api.expand import for_sample
 from console.api.schemas import (
     ChatCompletionBody,
     CompletionBody,
@@ -182,7 +183,7 @@ def _job(
     requests = [
         GenerateReqInput(
             **prompts[at // samples],
-            sampling=sampling,
+            sampling=for_sample(sampling, at % samples),
             rid=identity if count == 1 else f"{identity}-{at}",
             stream=bool(body.stream),
             logprob=logprob,
