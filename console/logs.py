@@ -22,6 +22,7 @@ CONFIG: dict[str, Any] = {
     "root": {"handlers": ["stderr"], "level": "INFO"},
     "loggers": {
         "uvicorn": {"level": "WARNING"},
+        "httpx": {"level": "WARNING"},
         "django.request": {"filters": ["faults"]},
     },
 }

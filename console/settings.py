@@ -96,10 +96,10 @@ MIDDLEWARE = [
     "console.middleware.SecurityMiddleware",
     "console.middleware.SessionMiddleware",
     "console.middleware.CommonMiddleware",
+    "console.middleware.AccessMiddleware",  # before CSRF: who has no key is told so
     "console.middleware.CsrfViewMiddleware",
     "console.middleware.AuthenticationMiddleware",
     "console.middleware.MessageMiddleware",
-    "console.middleware.AccessMiddleware",
 ]
 TEMPLATES: list[dict[str, Any]] = [
     {
@@ -136,6 +136,7 @@ SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https") if _https else Non
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _https
 SESSION_COOKIE_SAMESITE = "Lax"
 SESSION_COOKIE_NAME = "quarterdeck_session"
+CSRF_FAILURE_VIEW = "console.views.errors.csrf_failure"
 CSRF_COOKIE_NAME = "quarterdeck_csrf"
 
 # ---------------------------------------------------------------- static files
