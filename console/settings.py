@@ -14,6 +14,7 @@ from typing import Any
 import dj_database_url
 from django.core.exceptions import ImproperlyConfigured
 
+from console import logs
 from console.secrets import persistent_secret
 from engine.config import from_env
 from engine.errors import ConfigError
@@ -95,10 +96,10 @@ MIDDLEWARE = [
     "console.middleware.SecurityMiddleware",
     "console.middleware.SessionMiddleware",
     "console.middleware.CommonMiddleware",
+    "console.middleware.AccessMiddleware",  # before CSRF: who has no key is told so
     "console.middleware.CsrfViewMiddleware",
     "console.middleware.AuthenticationMiddleware",
     "console.middleware.MessageMiddleware",
-    "console.middleware.AccessMiddleware",
 ]
 TEMPLATES: list[dict[str, Any]] = [
     {
@@ -135,6 +136,7 @@ SECURE_PROXY_SSL_HEADER = ("HTTP_X_FORWARDED_PROTO", "https") if _https else Non
 SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = _https
 SESSION_COOKIE_SAMESITE = "Lax"
 SESSION_COOKIE_NAME = "quarterdeck_session"
+CSRF_FAILURE_VIEW = "console.views.errors.csrf_failure"
 CSRF_COOKIE_NAME = "quarterdeck_csrf"
 
 # ---------------------------------------------------------------- static files
@@ -183,20 +185,4 @@ CELERY_BEAT_SCHEDULER = "django_celery_beat.schedulers:DatabaseScheduler"
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_WORKER_HIJACK_ROOT_LOGGER = False
 
-LOGGING = {
-    "version": 1,
-    "disable_existing_loggers": False,
-    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-    "filters": {  # refusals (4xx, 503) are the caller's business, our faults have a traceback
-        "faults": {
-            "()": "django.utils.log.CallbackFilter",
-            "callback": lambda record: bool(record.exc_info),
-        }
-    },
-    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-    "root": {"handlers": ["stderr"], "level": "INFO"},
-    "loggers": {
-        "uvicorn": {"level": "WARNING"},
-        "django.request": {"filters": ["faults"]},
-    },
-}
+LOGGING = logs.CONFIG

@@ -15,7 +15,7 @@ from console.api.errors import BadField
 from console.api.meta import as_base64
 from console.api.schemas import ConversationBody, decode
 from console.http import ApiRequest
-from console.services import conversations, fleet
+from console.services import conversations, fleet, tokens
 from console.worker import this_worker
 
 PAGE_SIZE = 50
@@ -43,15 +43,15 @@ async def list_conversations(request: ApiRequest) -> HttpResponse:
     page = await database_sync_to_async(conversations.page)(
         request.principal,
         words=request.GET.get("q", ""),
-        offset=_offset(request.GET.get("offset", "0")),
+        offset=_number("offset", request.GET.get("offset", "0")),
         size=PAGE_SIZE,
     )
     return JsonResponse(page)
 
 
-def _offset(raw: str) -> int:
+def _number(name: str, raw: str) -> int:
     if not raw.isdecimal():
-        raise BadField(f"offset must be a number, got {raw!r}", param="offset")
+        raise BadField(f"{name} must be numbers, got {raw!r}", param=name)
     return int(raw)
 
 
@@ -108,12 +108,5 @@ async def epoch(request: ApiRequest, number: int) -> HttpResponse:
 async def token_bytes(request: ApiRequest) -> HttpResponse:
     """``?ids=1,2,3``: the exact bytes of tokens, base64, by id."""
     tokenizer = this_worker().engine.tokenizer
-    ids = [_token_id(raw, tokenizer.vocab_size) for raw in request.GET.get("ids", "").split(",")]
-    tokens = {token: as_base64(tokenizer.token_bytes(token)) for token in ids}
-    return JsonResponse({"tokens": tokens})
-
-
-def _token_id(raw: str, vocab_size: int) -> int:
-    if not raw.isdecimal() or int(raw) >= vocab_size:
-        raise BadField(f"ids must be in 0..{vocab_size - 1}, got {raw!r}", param="ids")
-    return int(raw)
+    ids = [_number("ids", raw) for raw in request.GET.get("ids", "").split(",")]
+    return JsonResponse({"tokens": {i: as_base64(tokens.token_bytes(tokenizer, i)) for i in ids}})

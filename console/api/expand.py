@@ -10,10 +10,12 @@ import uuid
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import msgspec
+
 from console.api.errors import BadField
 from console.api.schemas import GenerateBody, NativeSampling
 from engine.client import GenerateReqInput
-from engine.messages import LogprobParams
+from engine.messages import LogprobParams, SamplingParams
 
 T = TypeVar("T")
 
@@ -42,7 +44,9 @@ def expand(body: GenerateBody, *, max_context: int) -> Expanded:
     many = is_batch or samples > 1
     parent, rids = _rids(body, len(prompts), samples)
     requests = [
-        _request(body, prompts, samplings[at // samples], at // samples, rids[at], max_context)
+        _request(
+            body, prompts, samplings[at // samples], divmod(at, samples), rids[at], max_context
+        )
         for at in range(count)
     ]
     return Expanded(requests, many, parent)
@@ -94,10 +98,12 @@ def _request(
     body: GenerateBody,
     prompts: list[str] | list[list[int]],
     sampling: NativeSampling,
-    index: int,
+    place: tuple[int, int],
     rid: str,
     max_context: int,
 ) -> GenerateReqInput:
+    """``place``: number of the prompt, and of the sample of that prompt."""
+    index, sample = place
     count = len(prompts)
     prompt = prompts[index]
     salts = _each("cache_salt", body.cache_salt, "", count)
@@ -105,7 +111,7 @@ def _request(
     return GenerateReqInput(
         text=prompt if isinstance(prompt, str) else None,
         input_ids=prompt if isinstance(prompt, list) else None,
-        sampling=sampling.sampling(max_context),
+        sampling=for_sample(sampling.sampling(max_context), sample),
         rid=rid,
         stream=body.stream,
         logprob=_logprob(body, index, count),
@@ -120,6 +126,13 @@ def _request(
         dp_rank=body.data_parallel_rank,
         no_logs=body.no_logs,
     )
+
+
+def for_sample(sampling: SamplingParams, sample: int) -> SamplingParams:
+    """Samples of one seeded prompt differ from each other and repeat from call to call."""
+    if sampling.seed is None or sample == 0:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=sampling.seed + sample)
 
 
 def _logprob(body: GenerateBody, index: int, count: int) -> LogprobParams | None:

@@ -21,6 +21,7 @@ from console.api.sse import DONE, event, event_stream
 from console.http import ApiRequest
 from console.services import fleet, inference
 from console.services.rows import collect
+from console.services.tokens import token_text
 from console.version import VERSION
 from console.worker import this_worker
 from engine.client import GenerateReqInput
@@ -133,9 +134,7 @@ async def _result(
 
 def _texts(row: StrRow) -> dict[int, str]:
     tokenizer = this_worker().engine.tokenizer
-    return {
-        token: tokenizer.decode([token], skip_special_tokens=False) for token in meta.tokens_of(row)
-    }
+    return {token: token_text(tokenizer, token) for token in meta.tokens_of(row)}
 
 
 @require_POST
@@ -297,7 +296,7 @@ async def detokenize(request: ApiRequest) -> HttpResponse:
     body = decode(request, DetokenizeBody)
     tokenizer = this_worker().engine.tokenizer
     text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
-    pieces = [tokenizer.decode([token], skip_special_tokens=False) for token in body.tokens]
+    pieces = [token_text(tokenizer, token) for token in body.tokens]
     return JsonResponse({"text": text, "pieces": pieces})
 
 

@@ -20,6 +20,7 @@ from django.views.decorators.http import require_GET, require_POST
 from console.access import requires
 from console.api import meta
 from console.api.errors import BadField, ModelNotFound, NotSupported
+from console.api.expand import for_sample
 from console.api.schemas import (
     ChatCompletionBody,
     CompletionBody,
@@ -32,6 +33,7 @@ from console.api.sse import DONE, event, event_stream
 from console.http import ApiRequest
 from console.services import inference
 from console.services.rows import collect
+from console.services.tokens import token_bytes, token_text
 from console.worker import this_worker
 from engine.client import GenerateReqInput
 from engine.errors import EngineUnreachable, QuarterdeckError
@@ -182,7 +184,7 @@ def _job(
     requests = [
         GenerateReqInput(
             **prompts[at // samples],
-            sampling=sampling,
+            sampling=for_sample(sampling, at % samples),
             rid=identity if count == 1 else f"{identity}-{at}",
             stream=bool(body.stream),
             logprob=logprob,
@@ -315,7 +317,7 @@ class _Chat:
         return [self._token(token, value) for token, value in pairs]
 
     def _token(self, token: int, value: float) -> dict[str, Any]:
-        raw = self._job.tokenizer.token_bytes(token)
+        raw = token_bytes(self._job.tokenizer, token)
         return {
             "token": raw.decode("utf-8", errors="replace"),
             "logprob": value,
@@ -349,7 +351,7 @@ class _Text:
         part = row.output_logprobs
         if part is None:
             return None
-        tokens = [self._text(token) for token in row.output_ids]
+        tokens = [token_text(self._job.tokenizer, token) for token in row.output_ids]
         offsets = []
         for token in tokens:
             offsets.append(self._length.get(index, 0))
@@ -357,7 +359,10 @@ class _Text:
         top = None
         if part.top is not None:
             top = [
-                {self._text(token): value for token, value in zip(*pair, strict=True)}
+                {
+                    token_text(self._job.tokenizer, token): value
+                    for token, value in zip(*pair, strict=True)
+                }
                 for pair in zip(part.top.ids, part.top.values, strict=True)
             ]
         return {
@@ -366,6 +371,3 @@ class _Text:
             "top_logprobs": top,
             "text_offset": offsets,
         }
-
-    def _text(self, token: int) -> str:
-        return self._job.tokenizer.token_bytes(token).decode("utf-8", errors="replace")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from django.http import HttpRequest, HttpResponse
-from django.views import defaults
+from django.views import csrf, defaults
 
+from console import auth
 from console.access import open_to_all
 from console.api.errors import error_response, internal_error
 from engine.errors import NotFound
@@ -19,6 +20,15 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     if _wants_page(request):
         return defaults.page_not_found(request, exception)
     return error_response(request, NotFound(f"there is no route {request.path}"))
+
+
+@open_to_all
+def csrf_failure(request: HttpRequest, reason: str = "") -> HttpResponse:
+    """A session without the page's token; keys need none."""
+    if _wants_page(request):
+        return csrf.csrf_failure(request, reason)
+    refusal = auth.Forbidden(f"the CSRF token is missing or wrong: {reason}", err_type="csrf")
+    return error_response(request, refusal)
 
 
 @open_to_all
