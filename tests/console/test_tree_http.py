@@ -347,12 +347,11 @@ def test_the_fleet_names_both_workers_and_both_ranks(tree):
 
 def test_requests_and_sockets_leave_no_descriptor_behind(tree: Tree):
     """C7: 500 requests and 200 socket sessions."""
-    from websockets.sync.client import connect
 
     def use(at: int) -> None:
         tree.get("/api/conversations" if at % 2 else "/api/fleet")
         if at % 5 < 2:
-            with connect(f"{tree.ws_url}/ws/fleet/", additional_headers=tree.headers) as socket:
+            with tree.socket("/ws/fleet/") as socket:
                 socket.recv(timeout=5)
 
     def descriptors() -> list[int]:
