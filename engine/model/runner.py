@@ -1,0 +1,82 @@
+"""Runs step plans on a model: the scheduler's one door to torch.
+
+Path: scheduler/process.py -> here -> inputs.py -> native.py | hf.py -> sampler.py -> StepResult.
+Each rank of a tp group runs every plan in order; rank 0 alone samples, and its tokens reach the
+others in the next plan.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model.loader import ModelDirectory, open_directory
+from engine.scheduler.plan import ModelInfo, StepPlan, StepResult
+
+
+class ModelRunner(Protocol):
+    """One rank's model. ``epoch`` is that of the weights in use; it is set by who restores it."""
+
+    info: ModelInfo
+    epoch: int
+
+    def forward(self, step: StepPlan) -> StepResult:
+        """Applies ends, begins and commands, then computes the rows; rows answer in plan order."""
+        ...
+
+    def close(self) -> None:
+        """Frees what the process would otherwise hold."""
+        ...
+
+
+class Group(Protocol):
+    """The tp group of this rank (scheduler/ranks.py); ``size`` 1 has no collectives."""
+
+    rank: int
+    size: int
+
+
+def make_runner(
+    config: EngineConfig, *, dp: int, tp: int, group: Group | None, epoch: int = 0
+) -> ModelRunner:
+    """The runner that ``config`` asks for; a model that cannot be served is a ConfigError."""
+    directory = open_directory(Path(config.model_path))
+    if config.backend == "scripted":
+        from engine.model.scripted import ScriptedRunner
+
+        return ScriptedRunner(config, directory, tp=tp, epoch=epoch)
+    from engine.model.torch_runner import TorchRunner
+
+    return TorchRunner(config, directory, tp=tp, group=group, epoch=epoch)
+
+
+def model_info(
+    config: EngineConfig,
+    directory: ModelDirectory,
+    *,
+    backend: str,
+    weight_form: str,
+    parameter_bytes: int,
+) -> ModelInfo:
+    """What the scheduler must know, with the limits of ``config`` applied."""
+    limits = config.limits
+    if limits.max_context > directory.max_context:
+        raise ConfigError(
+            f"max_context is {limits.max_context}; {directory.architecture} at {directory.path} "
+            f"reaches {directory.max_context}"
+        )
+    return ModelInfo(
+        model_path=str(directory.path),
+        architecture=directory.architecture,
+        backend=backend,
+        dtype=config.dtype,
+        weight_form=weight_form,
+        vocab_size=directory.vocab_size,
+        max_context=limits.max_context or directory.max_context,
+        eos_token_ids=directory.eos_token_ids,
+        num_blocks=limits.kv_tokens // limits.block_tokens,
+        block_size=limits.block_tokens,
+        parameter_bytes=parameter_bytes,
+    )

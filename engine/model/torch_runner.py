@@ -1,0 +1,187 @@
+"""The runner of real models: slots, batch, backend, sampler.
+
+Path: runner.make_runner -> here. ``Backend`` is the small interface that native.py and hf.py share.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.messages import InputLogprobs, TopLogprobs
+from engine.model.hf import HfBackend
+from engine.model.inputs import Batch, build
+from engine.model.loader import ModelDirectory
+from engine.model.runner import Group, model_info
+from engine.model.sampler import Sampler, best, chosen
+from engine.model.slots import Slot, SlotTable
+from engine.scheduler.plan import PlanRow, SampledRow, StepPlan, StepResult
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_LOGITS_AT_ONCE = 256  # positions of prompt logprobs in fp32 at a time: 50 MB for 49,152 tokens
+
+
+class Backend(Protocol):
+    """A model over the paged cache."""
+
+    weight_form: str
+    parameter_bytes: int
+
+    def forward(
+        self, batch: Batch, keep: torch.Tensor, want_hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [keep, vocab] of the tokens ``keep`` (int64), hidden [tokens, width] if wanted."""
+        ...
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Which tokens' logits a step needs: of sampled rows, then of rows with prompt logprobs."""
+
+    indices: list[int]
+    sampled: list[int]  # row numbers
+    prompts: list[tuple[int, range]]  # row number, positions
+
+
+class TorchRunner:
+    """``ModelRunner`` for hf and native backends."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: ModelDirectory,
+        *,
+        tp: int,
+        group: Group | None,
+        epoch: int,
+    ) -> None:
+        torch.set_num_threads(config.rank_threads)
+        backend, self._backend = _make_backend(config, directory, group)
+        self.info = model_info(
+            config,
+            directory,
+            backend=backend,
+            weight_form=self._backend.weight_form,
+            parameter_bytes=self._backend.parameter_bytes,
+        )
+        self.epoch = epoch
+        self._leads = tp == 0
+        self._slots = SlotTable()
+        self._sampler = Sampler(self.info.eos_token_ids)
+
+    @torch.inference_mode()
+    def forward(self, step: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        for number in step.ends:
+            self._slots.end(number)
+        for begin in step.begins:
+            self._slots.begin(begin)
+        results = [SampledRow(slot=row.slot) for row in step.rows]
+        if step.rows:
+            self._compute(step.rows, results)
+        seconds = time.perf_counter() - began
+        return StepResult(epoch=self.epoch, rows=results, seconds=seconds)
+
+    def close(self) -> None:
+        """Nothing is held beyond the process."""
+
+    def _compute(self, rows: list[PlanRow], results: list[SampledRow]) -> None:
+        slots = [self._slots[row.slot] for row in rows]
+        for slot, row in zip(slots, rows, strict=True):
+            slot.see(row)
+        batch = build(rows, self._slots, self.info.block_size)
+        kept = _kept(rows, slots, batch.query_starts.tolist())
+        want_hidden = any(slot.return_hidden_states for slot in slots)
+        keep = torch.tensor(kept.indices, dtype=torch.int64)
+        logits, hidden = self._backend.forward(batch, keep, want_hidden)
+        if not self._leads:
+            return
+        sampled = len(kept.sampled)
+        if sampled:
+            self._sampler.sample(
+                logits[:sampled].to(torch.float32, copy=True),
+                [slots[r] for r in kept.sampled],
+                [results[r] for r in kept.sampled],
+            )
+        for r, positions in kept.prompts:
+            own = logits[sampled : sampled + len(positions)]
+            results[r].input_logprobs = _input_logprobs(own, positions, slots[r], rows[r])
+            sampled += len(positions)
+        if hidden is not None:
+            _give_hidden(hidden, batch.query_starts.tolist(), slots, results)
+
+
+def _make_backend(
+    config: EngineConfig, directory: ModelDirectory, group: Group | None
+) -> tuple[str, Backend]:
+    if group is not None and group.size > 1:
+        raise ConfigError(f"the hf backend runs on one rank, tp is {group.size}: set tp to 1")
+    limits = config.limits
+    backend = HfBackend(
+        directory,
+        dtype=_DTYPES[config.dtype],
+        num_blocks=limits.kv_tokens // limits.block_tokens,
+        block_size=limits.block_tokens,
+    )
+    return "hf", backend
+
+
+def _kept(rows: list[PlanRow], slots: list[Slot], query_starts: list[int]) -> _Kept:
+    kept = _Kept([], [], [])
+    for r, row in enumerate(rows):
+        if row.sample:
+            kept.sampled.append(r)
+            kept.indices.append(query_starts[r + 1] - 1)
+    for r, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+        if slot.reports_prompt(row.start, len(row.token_ids)):
+            positions = slot.input_logprob_range(row.start, len(row.token_ids))
+            kept.prompts.append((r, positions))
+            kept.indices.extend(query_starts[r] + p - row.start for p in positions)
+    return kept
+
+
+def _input_logprobs(
+    logits: torch.Tensor, positions: range, slot: Slot, row: PlanRow
+) -> InputLogprobs:
+    """The prompt logprobs that one chunk can tell, of the model's own distribution.
+
+    The token at ``start_len`` comes first in the row that holds it, with None and no candidates.
+    """
+    wanted = slot.logprob
+    assert wanted is not None
+    first = [wanted.start_len] if row.start <= wanted.start_len else []
+    tokens = [slot.prompt_ids[p] for p in (*first, *(p + 1 for p in positions))]
+    result = InputLogprobs(ids=tokens, values=[None for _ in first])
+    result.top = TopLogprobs(ids=[[] for _ in first], values=[[] for _ in first])
+    result.token_ids = TopLogprobs(ids=[[] for _ in first], values=[[] for _ in first])
+    targets = torch.tensor(tokens[len(first) :], dtype=torch.int64)
+    for begin in range(0, len(positions), _LOGITS_AT_ONCE):
+        logprobs = logits[begin : begin + _LOGITS_AT_ONCE].float().log_softmax(-1)
+        own = targets[begin : begin + _LOGITS_AT_ONCE, None]
+        result.values.extend(logprobs.gather(1, own)[:, 0].tolist())
+        for line in logprobs if wanted.top_num or wanted.token_ids is not None else ():
+            _add(result.top, best(line, wanted.top_num))
+            _add(result.token_ids, chosen(line, wanted.token_ids or ()))
+    result.top = result.top if wanted.top_num else None
+    result.token_ids = result.token_ids if wanted.token_ids is not None else None
+    return result
+
+
+def _add(lists: TopLogprobs, candidates: tuple[list[int], list[float]]) -> None:
+    lists.ids.append(candidates[0])
+    lists.values.append(candidates[1])
+
+
+def _give_hidden(
+    hidden: torch.Tensor, query_starts: list[int], slots: list[Slot], results: list[SampledRow]
+) -> None:
+    for r, (slot, result) in enumerate(zip(slots, results, strict=True)):
+        if slot.return_hidden_states:
+            own = hidden[query_starts[r] : query_starts[r + 1]].float().contiguous()
+            result.hidden = own.numpy().tobytes()
+            result.hidden_width = own.shape[1]
