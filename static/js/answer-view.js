@@ -56,7 +56,7 @@ class AnswerView extends HTMLElement {
   }
 
   drawFacts() {
-    const facts = this.querySelector(".answer-line");
+    const facts = this.querySelector(".facts-line");
     const shown = factsOf(this.answer);
     if (facts.dataset.shown === shown.map(({ text }) => text).join()) return;
     facts.dataset.shown = shown.map(({ text }) => text).join();
