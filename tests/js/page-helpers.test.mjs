@@ -39,18 +39,25 @@ test("an error says what, why and what to do, known or not", () => {
 });
 
 const messages = [
-  { id: 1, role: "user", parent_id: null }, { id: 2, role: "assistant", parent_id: 1 },
-  { id: 3, role: "user", parent_id: 2 }, { id: 4, role: "assistant", parent_id: 3 },
-  { id: 5, role: "user", parent_id: 2 }, { id: 6, role: "assistant", parent_id: 5 },
+  { id: 1, role: "user", parent: null }, { id: 2, role: "assistant", parent: 1 },
+  { id: 3, role: "user", parent: 2 }, { id: 4, role: "assistant", parent: 3 },
+  { id: 5, role: "user", parent: 2 }, { id: 6, role: "assistant", parent: 5 },
 ];
 
 test("the newest branch is shown, and a question asked anew is a rival of the first", () => {
   const turns = turnsOf(messages);
-  assert.deepEqual(turns.map(({ user, answer }) => [user.id, answer.id]), [[1, 2], [5, 6]]);
+  assert.deepEqual(turns.map(({ user, answers }) => [user.id, answers[0].id]), [[1, 2], [5, 6]]);
   assert.deepEqual([turns[1].rivals, turns[1].at], [[3, 5], 1]);
   assert.deepEqual(turnsOf(messages, 4).map(({ user }) => user.id), [1, 3]);
-  assert.equal(turnsOf(messages, 5)[1].answer, null);
+  assert.deepEqual(turnsOf(messages, 5)[1].answers, []);
   assert.deepEqual(turnsOf([]), []);
+});
+
+test("answers of one comparison stand side by side and one of them leads", () => {
+  const compared = [{ id: 1, role: "user", parent: null }, ...[2, 3].map((id) => ({ id, role: "assistant", parent: 1, compare: true })), { id: 4, role: "user", parent: 2 }];
+  const [turn] = turnsOf(compared);
+  assert.deepEqual([turn.answers.map(({ id }) => id), turn.lead.id], [[2, 3], 2]);
+  assert.deepEqual(turnsOf(compared, 3).map(({ lead }) => lead.id), [3]);
 });
 
 test("a branch goes on at its newest message", () => {
