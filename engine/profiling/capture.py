@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict
-from engine.profiling.manifest import Rank, RankManifest, Stage, StepMark
+from engine.profiling.manifest import RankManifest, Stage, StepMark
 from engine.profiling.pack import MARKER, PackJob
 from engine.profiling.spec import CaptureSpec
 from engine.profiling.writer import Writer

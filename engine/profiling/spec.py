@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.artifacts import check_id
 from engine.errors import BadRequest
-from engine.profiling.manifest import check_profile_id
 
 Activity = Literal["CPU", "GPU", "MEM"]
 
@@ -56,7 +56,7 @@ def parse_spec(raw: Mapping[str, Any]) -> CaptureSpec:
         spec = msgspec.convert(known, CaptureSpec, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(f"profile: {error}") from error
-    check_profile_id(spec.profile_id)
+    check_id(spec.profile_id)
     if spec.by_stage and spec.num_steps is None:
         raise BadRequest("profile_by_stage needs num_steps: how many steps of each stage")
     if not spec.activities:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict
 from engine.profiling import capture as capture_module
 from engine.profiling.capture import Capture
-from engine.profiling.manifest import ProfileFile, Rank, RankManifest, find, write_profile
+from engine.profiling.manifest import ProfileFile, RankManifest, find, write_profile
 from engine.profiling.merge import merge
 from engine.profiling.rules import check_trace
 from engine.profiling.spec import parse_spec
@@ -264,7 +265,7 @@ def test_memory_events_are_recorded_in_the_trace_and_not_as_a_pickle(toy):
         ({"max_seconds": 1e9}, "max_seconds"),
         ({"activities": ["RPD"]}, "activities"),
         ({"activities": []}, "at least one of CPU, GPU and MEM"),
-        ({"profile_id": "../x"}, "profile id"),
+        ({"profile_id": "../x"}, "may hold up to 128 letters"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(raw, sentence):
