@@ -135,7 +135,7 @@ def test_segments_stay_below_their_bound(toy, monkeypatch):
 
 
 def test_stages_are_recorded_apart_each_for_its_own_number_of_steps(toy):
-    toy.arm(num_steps=2, by_stage=True)
+    toy.arm(num_steps=2, profile_by_stage=True)
     for stage in ("prefill", "decode", "decode", "decode", "prefill", "prefill", "decode"):
         toy.step(stage)
     manifest = toy.manifest()
@@ -259,7 +259,7 @@ def test_memory_events_are_recorded_in_the_trace_and_not_as_a_pickle(toy):
 @pytest.mark.parametrize(
     ("raw", "sentence"),
     [
-        ({"by_stage": True}, "profile_by_stage needs num_steps"),
+        ({"profile_by_stage": True}, "profile_by_stage needs num_steps"),
         ({"num_steps": "many"}, "num_steps"),
         ({"num_steps": 0}, "num_steps must be above 0"),
         ({"max_seconds": 1e9}, "max_seconds"),
