@@ -183,7 +183,7 @@ def _add_manifest(dump: Dump, path: Path) -> None:
 
 
 def find_dump(path: Path) -> Dump:
-    """``path`` is ``DIR/ID``, or a directory with one dump in it. NotFound, or it says which are."""
+    """``path`` is ``DIR/ID``, or a directory with one dump in it; NotFound names what is there."""
     if not path.is_dir():
         return read_dump(path.parent, path.name)
     ids = {
