@@ -65,6 +65,8 @@ class Instrumented(Protocol):
 
     ``dump_points`` are in execution order. ``forward_tapped`` computes what ``forward`` computes,
     with the same collectives in the same order: ranks of one group may differ in who is tapped.
+    For a model of torch modules hooks.py has both; ``row_spans`` and ``kept_spans`` there make the
+    spans of a flat batch.
     """
 
     def dump_points(self) -> list[DumpPoint]: ...

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,8 +117,11 @@ def _join_ranks(dump: Dump) -> Iterator[Tensor]:
         size = sum(1 for rank in ranks if rank.dp == dp)
         joined: dict[tuple[Any, ...], Tensor] = {}
         for manifest in dump.manifests:
+            visits: Counter[tuple[Any, ...]] = Counter()
             for record in manifest.records if manifest.rank.dp == dp else []:
-                key = (record.name, record.kind, record.rid, record.step, record.start)
+                place = (record.name, record.kind, record.rid, record.step, record.start)
+                visits[place] += 1
+                key = (*place, visits[place])
                 joined.setdefault(key, Tensor(record=record, whole=size)).parts.append(record)
         yield from joined.values()
 
