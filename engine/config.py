@@ -15,6 +15,17 @@ import msgspec
 from engine.errors import ConfigError
 
 PREFIX = "QUARTERDECK_"
+NOT_FROM_ENV = frozenset(
+    (
+        "home",
+        "model_path",
+        "limits",
+        "epoch",
+        "weight_paths",
+        "run_dir",
+        "generation",
+    )
+)
 CHECKOUT = Path(__file__).resolve().parent.parent
 
 
@@ -65,8 +76,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 600.0
     pause_lease_s: float = 1800.0
     scripted_step_s: float = 0.0  # scripted backend: seconds per step
-    run_dir: str = ""  # set by the launcher
-    generation: int = 0  # set by the launcher; grows with each engine start
+    epoch: int = 1  # of the weights to start with; set by the launcher, like all below
+    weight_paths: tuple[str, ...] = ()  # where they are, later files win; (): ``model_path``
+    run_dir: str = ""
+    generation: int = 0  # grows with each engine start
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "detokenizers"):
@@ -111,18 +124,13 @@ def home_from_env(env: Mapping[str, str]) -> Path:
 
 
 def from_env(env: Mapping[str, str]) -> EngineConfig:
-    """The engine's settings out of ``QUARTERDECK_*``; a bad value stops the start with a sentence."""
+    """The settings out of ``QUARTERDECK_*``; a bad value stops the start with a sentence."""
     home = home_from_env(env)
     raw: dict[str, object] = {
         "home": str(home),
         "model_path": env.get(PREFIX + "MODEL") or str(home / "models" / "SmolLM2-135M-Instruct"),
         "limits": _fields(env, Limits, PREFIX),
-        **_fields(
-            env,
-            EngineConfig,
-            PREFIX,
-            skip={"home", "model_path", "limits", "run_dir", "generation"},
-        ),
+        **_fields(env, EngineConfig, PREFIX, skip=NOT_FROM_ENV),
     }
     try:
         return msgspec.convert(raw, EngineConfig, strict=False)
@@ -134,7 +142,7 @@ def _fields(
     env: Mapping[str, str],
     kind: type[msgspec.Struct],
     prefix: str,
-    skip: set[str] = frozenset(),  # type: ignore[assignment]
+    skip: frozenset[str] = frozenset(),
 ) -> dict[str, object]:
     """``prefix + FIELD`` for each field of ``kind`` that is set; "" counts as not set."""
     return {

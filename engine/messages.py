@@ -5,34 +5,41 @@ Path: client.py -> router/process.py -> scheduler/process.py -> detokenizer/proc
 Four kinds, four bases (docs/decisions/0001-rows-not-columns.md):
 
 * ``Request``  carries a required ``http_worker_ipc``; built only by ``client.SenderWrapper``.
-* ``Reply`` and ``Row``  go back to one inbox; built only by ``reply_to`` and ``row_for``, which copy
-  the address from the request, so it cannot be forgotten. A ``Batch`` is a list of rows.
+* ``Reply`` and ``Row``  go back to one inbox; built only by ``reply_to`` and ``row_for``, which
+  copy the address from the request, so it cannot be forgotten. A ``Batch`` is a list of rows.
 * ``Broadcast``  goes to every live lease.
-* ``Report``  goes to the one fixed router socket.
+* ``Report``  goes to one fixed socket (the router's, but for ``InboxGone``).
 
-``Part`` is a struct inside a message. A tagged type of no kind fails at import, and so does a field
-of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are seconds since the Unix
-epoch unless a name says otherwise.
+``Part`` and ``Value`` are structs inside a message. A tagged type of no kind fails at import, and
+so does a field of a row without a merge rule. Names follow SGLang's ``io_struct``. Times are
+seconds since the Unix epoch unless a name says otherwise.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 # How two consecutive rows of one request become one: see ``merge``.
-APPEND = "append"  # lists, strings and bytes: the later one goes behind the earlier one
+APPEND = "append"  # lists, strings, bytes and parts: the later one goes behind the earlier one
+RUNS = "runs"  # lists of (count, value): appended, neighbours of equal value joined
 LATEST = "latest"  # the later one wins unless it is None
+GREATEST = "greatest"  # numbers that never fall; a row without news has the default
 ONCE = "once"  # appears in one row of a stream; kept from whichever row has it
-MERGE_RULES = frozenset({APPEND, LATEST, ONCE})
+MERGE_RULES = frozenset({APPEND, RUNS, LATEST, GREATEST, ONCE})
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A struct inside a message; never sent alone."""
+
+
+class Value(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A part that never changes once it is built."""
 
 
 class Request(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
@@ -63,13 +70,13 @@ class Broadcast(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
 
 
 class Report(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
-    """Goes to the router's reply socket."""
+    """Goes to one fixed socket; nobody answers it."""
 
 
 # --------------------------------------------------------------------------- parts
 
 
-class SamplingParams(Part, frozen=True):
+class SamplingParams(Value, frozen=True):
     """One request's sampling. Defaults are SGLang's; ``-1`` for ``top_k`` means all tokens."""
 
     max_new_tokens: int = 128
@@ -92,7 +99,7 @@ class SamplingParams(Part, frozen=True):
     seed: int | None = None  # None: the scheduler draws one, so a retracted row repeats itself
 
 
-class LogprobParams(Part, frozen=True):
+class LogprobParams(Value, frozen=True):
     """Which logprobs to return. ``start_len`` is a prompt index; -1 means output tokens only.
 
     ``raw``: of the model's own distribution; else after temperature and penalties and before
@@ -105,7 +112,7 @@ class LogprobParams(Part, frozen=True):
     raw: bool = False
 
 
-class Call(Part, frozen=True):
+class Call(Value, frozen=True):
     """Identity of a control call: answers are matched by ``id``; ``key`` makes it idempotent."""
 
     id: str
@@ -114,7 +121,118 @@ class Call(Part, frozen=True):
     actor: str = ""
 
 
-class Finish(Part, frozen=True):
+class WeightSource(Value, frozen=True):
+    """Where a bucket of weights comes from: a path, or a distributed group."""
+
+    kind: Literal["disk", "tensor", "distributed"]
+    path: str = ""
+    load_format: str = "auto"
+    names: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    group_name: str = ""
+    spool_path: str = ""  # where the coordinator rank writes what it received
+
+
+class RankOp(Value, frozen=True, tag=True):
+    """One thing that a rank does on the router's word."""
+
+
+class PauseRank(RankOp, frozen=True):
+    mode: Literal["abort", "retract", "in_place"]
+
+
+class ResumeRank(RankOp, frozen=True):
+    pass
+
+
+class FlushRank(RankOp, frozen=True):
+    pass
+
+
+class ListRequests(RankOp, frozen=True):
+    pass
+
+
+class PrepareWeights(RankOp, frozen=True):
+    """Read, check, shard and pack into staging, on a thread. Answer: checksum, names, bytes."""
+
+    staging_id: str
+    source: WeightSource
+    complete: bool = False  # True: refuse a source that lacks a parameter
+
+
+class CommitWeights(RankOp, frozen=True):
+    """Copy the staging into the live storages at the next step border."""
+
+    staging_id: str
+    epoch: int
+    retract: bool = False
+    flush: bool = False
+
+
+class DropWeights(RankOp, frozen=True):
+    staging_id: str
+
+
+class JoinGroup(RankOp, frozen=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class LeaveGroup(RankOp, frozen=True):
+    group_name: str
+
+
+class ReadWeights(RankOp, frozen=True):
+    name: str
+    truncate_size: int
+
+
+class ReleaseMemory(RankOp, frozen=True):
+    tags: tuple[str, ...]
+
+
+class ResumeMemory(RankOp, frozen=True):
+    tags: tuple[str, ...]
+
+
+class SlowDown(RankOp, frozen=True):
+    seconds: float
+
+
+class FreezeGC(RankOp, frozen=True):
+    pass
+
+
+class SetLogging(RankOp, frozen=True):
+    level: str
+
+
+RankOps = (
+    PauseRank
+    | ResumeRank
+    | FlushRank
+    | ListRequests
+    | PrepareWeights
+    | CommitWeights
+    | DropWeights
+    | JoinGroup
+    | LeaveGroup
+    | ReadWeights
+    | ReleaseMemory
+    | ResumeMemory
+    | SlowDown
+    | FreezeGC
+    | SetLogging
+)
+
+
+class Finish(Value, frozen=True):
     """Why a request ended. ``stop`` and ``length`` are normal; ``abort`` covers all else."""
 
     type: Literal["stop", "length", "abort"]
@@ -125,16 +243,21 @@ class Finish(Part, frozen=True):
 
 
 class TopLogprobs(Part):
-    """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length."""
+    """Candidates at each position, best first: ``ids[i]`` and ``values[i]`` have equal length.
 
-    ids: list[list[int]]
-    values: list[list[float]]
+    The detokenizer adds ``texts`` (here and below) where ``DecodeParams.logprob_text`` asks for it.
+    """
+
+    ids: Annotated[list[list[int]], APPEND]
+    values: Annotated[list[list[float]], APPEND]
+    texts: Annotated[list[list[str]] | None, APPEND] = None
 
 
 class OutputLogprobs(Part):
     """Logprobs of the new tokens of one row; every list is as long as the row's ``output_ids``."""
 
     values: Annotated[list[float], APPEND]
+    texts: Annotated[list[str] | None, APPEND] = None
     top: Annotated[TopLogprobs | None, APPEND] = None
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
@@ -144,6 +267,7 @@ class InputLogprobs(Part):
 
     ids: Annotated[list[int], APPEND]
     values: Annotated[list[float | None], APPEND]
+    texts: Annotated[list[str] | None, APPEND] = None
     top: Annotated[TopLogprobs | None, APPEND] = None
     token_ids: Annotated[TopLogprobs | None, APPEND] = None
 
@@ -155,7 +279,7 @@ class Hidden(Part):
     data: Annotated[bytes, APPEND]
 
 
-class Provenance(Part, frozen=True):
+class Provenance(Value, frozen=True):
     """What the first row of an answer tells about its start."""
 
     prompt_tokens: int
@@ -165,7 +289,7 @@ class Provenance(Part, frozen=True):
     weight_form: str = "plain"
 
 
-class DecodeParams(Part, frozen=True):
+class DecodeParams(Value, frozen=True):
     """What the detokenizer must know of a request; rides in its first token row."""
 
     prompt_tail: list[int]  # last prompt ids, context for the first characters
@@ -185,7 +309,7 @@ class OutputRow(Row):
     """Fields that token rows and text rows share."""
 
     output_ids: Annotated[list[int], APPEND] = []
-    epochs: Annotated[list[tuple[int, int]], APPEND] = []  # runs (count, epoch) over output_ids
+    epochs: Annotated[list[tuple[int, int]], RUNS] = []  # runs (count, epoch) over output_ids
     finish: Annotated[Finish | None, ONCE] = None  # the terminal row, exactly one per request
     provenance: Annotated[Provenance | None, ONCE] = None
     output_logprobs: Annotated[OutputLogprobs | None, APPEND] = None
@@ -193,8 +317,8 @@ class OutputRow(Row):
     entropy: Annotated[list[float] | None, APPEND] = None  # nats, one per output id
     hidden: Annotated[Hidden | None, APPEND] = None
     kv_epochs: Annotated[list[tuple[int, int]] | None, LATEST] = None  # runs over the context
-    made_at: Annotated[float, LATEST] = 0.0  # when the newest token of the row was sampled
-    retractions: Annotated[int, LATEST] = 0
+    made_at: Annotated[float, GREATEST] = 0.0  # when the newest token was sampled; 0: none yet
+    retractions: Annotated[int, GREATEST] = 0
 
 
 class TokenIDRow(OutputRow):
@@ -204,7 +328,12 @@ class TokenIDRow(OutputRow):
 
 
 class StrRow(OutputRow):
-    """Detokenizer (or router, for refusals) to the inbox. ``text`` is the new text."""
+    """Detokenizer (or router, for refusals) to the inbox.
+
+    ``text`` is the new text that may be shown; it may lag behind ``output_ids`` while a character
+    is unfinished or a stop may have begun. ``raw_bytes`` are the bytes of exactly this row's
+    ``output_ids`` (special tokens left out where ``text`` leaves them out): nothing is held back.
+    """
 
     text: Annotated[str, APPEND] = ""
     raw_bytes: Annotated[bytes | None, APPEND] = None
@@ -254,10 +383,24 @@ class TokenizedGenerateReqInput(Request):
     no_logs: bool = False
 
 
-class AbortReq(Request):
-    """Ends requests by exact rid (``prefix`` only when asked for) or all of them."""
+class Release(Request):
+    """Gives back reservations that will not be submitted. No answer."""
+
+    rids: list[str]
+
+
+class ControlReq(Request):
+    """A control call: exactly one ``ControlReply`` with the same ``call.id`` answers it."""
 
     call: Call
+
+
+class AbortReq(ControlReq):
+    """Ends requests by exact rid (``prefix`` only when asked for) or all of them.
+
+    The rid of a parent means all its children. A ``call.id`` of "" wants no answer.
+    """
+
     rid: str = ""
     abort_all: bool = False
     prefix: bool = False
@@ -272,10 +415,162 @@ class EndRequests(Request):
     silent: bool = False  # True: the router has already answered, send no row
 
 
-class GetFleetReqInput(Request):
+class GetFleetReqInput(ControlReq):
     """A true read of engine, workers and ranks: one round trip to the router."""
 
-    call: Call
+
+class GetRequestsReqInput(ControlReq):
+    """The table of live requests: ``result["requests"]``, one map per request."""
+
+
+class GetEpochReqInput(ControlReq):
+    """What an epoch means (None: all known ones): ``result["epochs"]``."""
+
+    epoch: int | None = None
+
+
+class GetOutcomeReqInput(ControlReq):
+    """What became of an idempotency key: its reply, ``open`` or ``unknown``."""
+
+    key: str
+
+
+class PauseGenerationReqInput(ControlReq):
+    """No token is made until continue. The pause ends by itself after ``lease_s``."""
+
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+    lease_s: float | None = None
+
+
+class ContinueGenerationReqInput(ControlReq):
+    """Ends a pause; commits an implicit weight session that the pause opened."""
+
+
+class FlushCacheReqInput(ControlReq):
+    """Drops cached blocks that no live request holds; waits up to ``timeout_s`` for idleness."""
+
+    timeout_s: float = 0.0
+
+
+class DrainRankReqInput(ControlReq):
+    """Takes a dp group out of dispatch (``drain``) or back in."""
+
+    dp: int
+    drain: bool = True
+
+
+InFlight = Literal["finish", "in_place", "retract", "abort"]
+
+
+class WeightUpdate(ControlReq):
+    """What every weight update may say; SGLang's field names."""
+
+    token_step: int | None = None
+    weight_version: str | None = None
+    in_flight: InFlight | None = None  # None: "abort" with abort_all_requests, else "finish"
+    drain_timeout_s: float = 60.0
+    target: list[int] | None = None  # dp groups; None: all (fewer is a canary)
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    keep_pause: bool = False
+    torch_empty_cache: bool = False
+    dry_run: bool = False
+    session_id: str | None = None
+    checksum: str | None = None
+
+
+class BeginWeightUpdateReqInput(WeightUpdate):
+    """Opens a session: buckets stage until ``EndWeightUpdateReqInput`` commits or drops all."""
+
+
+class EndWeightUpdateReqInput(WeightUpdate):
+    """Ends a session as one epoch, or drops it."""
+
+    drop: bool = False
+
+
+class UpdateWeightFromDiskReqInput(WeightUpdate, kw_only=True):
+    """A safetensors file or directory under a configured root."""
+
+    model_path: str
+    load_format: str = "auto"
+    is_async: bool = False
+
+
+class UpdateWeightsFromTensorReqInput(WeightUpdate, kw_only=True):
+    """Named tensors as safetensors bytes, which the web worker spooled to ``path``."""
+
+    path: str
+    load_format: str = "safetensors"
+
+
+class UpdateWeightsFromDistributedReqInput(WeightUpdate, kw_only=True):
+    """Tensors that the trainer broadcasts in a group joined before."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+
+
+class InitWeightsUpdateGroupReqInput(ControlReq):
+    """Joins a torch.distributed group with a trainer; serving goes on meanwhile."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = "weight_update_group"
+    backend: str = "gloo"
+
+
+class DestroyWeightsUpdateGroupReqInput(ControlReq):
+    group_name: str = "weight_update_group"
+
+
+class UpdateWeightVersionReqInput(ControlReq):
+    """Relabels the present epoch; no request is touched unless asked for."""
+
+    new_version: str
+    abort_all_requests: bool = False
+
+
+class GetWeightsByNameReqInput(ControlReq):
+    """The first ``truncate_size`` values of one parameter, from every rank."""
+
+    name: str
+    truncate_size: int = 100
+
+
+class ReleaseMemoryOccupationReqInput(ControlReq):
+    """Gives memory back while paused: ``kv_cache`` and ``weights``."""
+
+    tags: list[str] | None = None
+
+
+class ResumeMemoryOccupationReqInput(ControlReq):
+    tags: list[str] | None = None
+
+
+class SlowDownReqInput(ControlReq):
+    """Debugging: every forward sleeps so many seconds first; None or 0 ends it."""
+
+    forward_sleep_time: float | None = None
+
+
+class FreezeGCReq(ControlReq):
+    """Python's garbage collector stops looking at what exists now, in every rank."""
+
+
+class ConfigureLoggingReq(ControlReq):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class RankCall(Request):
+    """Router to one dp group: every rank of it answers with ``RankReply``."""
+
+    call_id: str
+    op: RankOps
 
 
 # --------------------------------------------------------------------------- replies
@@ -304,7 +599,7 @@ class ControlReply(Reply):
     ranks: list[RankAnswer] = []
 
 
-class RankAnswer(Part, frozen=True):
+class RankAnswer(Value, frozen=True):
     """What one rank said to a control call."""
 
     dp: int
@@ -337,6 +632,12 @@ class LeaseEnd(Report):
 
     inbox: str
     generation: int
+
+
+class ClientDown(Report):
+    """A supervisor saw a client process end: its leases end now, not when they lapse."""
+
+    pid: int
 
 
 class RequestEnded(Report):
@@ -379,11 +680,21 @@ class RankReply(Report):
 
 
 class RowsUndelivered(Report):
-    """The detokenizer could not deliver: this inbox took nothing for too long, or one rid grew."""
+    """The detokenizer ended these requests: free them.
+
+    ``evict``: the inbox took nothing for too long, and these are all its requests. Else each of
+    them grew too large undelivered, or failed in the detokenizer.
+    """
 
     inbox: str
     rids: list[str]
     evict: bool
+
+
+class InboxGone(Report):
+    """Router to detokenizers: nobody reads this inbox any more; forget its requests and socket."""
+
+    inbox: str
 
 
 class ProcessDown(Report):
@@ -410,7 +721,7 @@ class ProcessUp(Report):
 # --------------------------------------------------------------------------- broadcasts
 
 
-class WorkerView(Part):
+class WorkerView(Value, frozen=True):
     id: str
     kind: str
     pid: int
@@ -424,7 +735,7 @@ class WorkerView(Part):
     state: str = "ok"  # ok | lagging
 
 
-class RankView(Part):
+class RankView(Value, frozen=True):
     dp: int
     tp: int
     pid: int
@@ -446,7 +757,7 @@ class RankView(Part):
     retractions: int = 0
 
 
-class EngineView(Part):
+class EngineView(Value, frozen=True):
     state: str
     epoch: int | None
     weight_version: str | None  # None: the groups differ, ``state`` is mixed
@@ -454,6 +765,12 @@ class EngineView(Part):
     model: str
     generation: int
     reason: str = ""
+
+
+class EpochLabel(Value, frozen=True):
+    weight_version: str
+    token_step: int | None = None
+    job: str = ""
 
 
 class FleetSnapshot(Broadcast):
@@ -464,6 +781,9 @@ class FleetSnapshot(Broadcast):
     engine: EngineView
     workers: list[WorkerView]
     ranks: list[RankView]
+    epochs: dict[int, EpochLabel] = {}  # the newest ones; older ones by GetEpochReqInput
+    pause_until: float | None = None
+    session: str | None = None  # the open weight session
     counters: dict[str, int] = {}
 
 
@@ -478,6 +798,14 @@ class Rejoin(Broadcast):
 
 ReplyT = TypeVar("ReplyT", bound=Reply)
 RowT = TypeVar("RowT", bound=Row)
+
+
+RequestT = TypeVar("RequestT", bound=Request)
+
+
+def stamped(inbox: str, kind: type[RequestT], **fields: Any) -> RequestT:
+    """A request whose answers go to ``inbox``: for the owner of an inbox (client, router) only."""
+    return kind(http_worker_ipc=inbox, **fields)
 
 
 def reply_to(request: Request, kind: type[ReplyT], **fields: Any) -> ReplyT:
@@ -519,27 +847,35 @@ StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 def merge(earlier: StructT, later: StructT) -> StructT:
     """One row that says what two consecutive rows of one request said."""
-    if type(earlier) is not type(later):
-        raise TypeError(f"cannot merge {type(earlier).__name__} with {type(later).__name__}")
-    merged = {
-        name: _merge_field(rule, getattr(earlier, name), getattr(later, name))
-        for name, rule in merge_rules(type(earlier)).items()
-    }
-    return type(earlier)(**merged)
+    return merge_all([earlier, later])
 
 
-def _merge_field(rule: str, earlier: Any, later: Any) -> Any:
-    if later is None:
-        return earlier
-    if earlier is None or rule == LATEST:
-        return later
+def merge_all(rows: Sequence[StructT]) -> StructT:
+    """One row that says what these consecutive rows of one request said; linear in their size."""
+    kind = type(rows[0])
+    if any(type(row) is not kind for row in rows):
+        raise TypeError(f"cannot merge {', '.join(sorted({type(row).__name__ for row in rows}))}")
+    fields: dict[str, Any] = {}
+    for name, rule in merge_rules(kind).items():
+        values = [value for row in rows if (value := getattr(row, name)) is not None]
+        fields[name] = _merge_values(rule, values) if values else None
+    return kind(**fields)
+
+
+def _merge_values(rule: str, values: list[Any]) -> Any:
+    first = values[0]
     if rule == ONCE:
-        return earlier
-    if isinstance(earlier, TopLogprobs):
-        return TopLogprobs(ids=earlier.ids + later.ids, values=earlier.values + later.values)
-    if isinstance(earlier, msgspec.Struct):
-        return merge(earlier, later)
-    return earlier + later
+        return first
+    if rule == LATEST:
+        return values[-1]
+    if rule == GREATEST:
+        return max(values)
+    if isinstance(first, msgspec.Struct):
+        return merge_all(values)
+    if isinstance(first, str | bytes):
+        return first[:0].join(values)
+    chained = itertools.chain.from_iterable(values)
+    return join_runs(chained) if rule == RUNS else list(chained)
 
 
 def join_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -555,11 +891,12 @@ def join_runs(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 # --------------------------------------------------------------------------- the closed union
 
+MERGED_PARTS = (TopLogprobs, OutputLogprobs, InputLogprobs, Hidden)
 KINDS: tuple[type, ...] = (Request, Reply, Row, Batch, Broadcast, Report)
 
 
 def _leaves(kind: type) -> list[type]:
-    below = kind.__subclasses__()
+    below: list[type] = kind.__subclasses__()
     return [kind] if not below else [leaf for child in below for leaf in _leaves(child)]
 
 
@@ -568,10 +905,10 @@ def _check() -> tuple[type, ...]:
     for name, value in list(globals().items()):
         if not (isinstance(value, type) and issubclass(value, msgspec.Struct)):
             continue
-        kinds = [kind for kind in (*KINDS, Part) if issubclass(value, kind)]
+        kinds = [kind for kind in (*KINDS, Part, Value) if issubclass(value, kind)]
         if len(kinds) != 1:
             raise TypeError(f"message {name} must have exactly one kind, has {kinds}")
-        if issubclass(value, Row) or value in (OutputLogprobs, InputLogprobs, Hidden):
+        if issubclass(value, Row) or value in MERGED_PARTS:
             merge_rules(value)
     return tuple(leaf for kind in KINDS for leaf in _leaves(kind))
 

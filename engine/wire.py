@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 MAX_FRAME_BYTES = 256 * 2**20
+INBOX_FRAMES = 128  # queued at each end of a worker's inbox; then its senders merge and wait
 COMPLAIN_EVERY_S = 60.0  # a peer that sends rubbish fills a counter, not the log
 
 _encoder = msgspec.msgpack.Encoder()
@@ -76,7 +77,7 @@ class PullSocket:
         self.malformed = 0
         self._codec = codec
         self._complained_at = float("-inf")
-        self._socket = zmq.Context.instance().socket(zmq.PULL)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, hwm)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -99,7 +100,7 @@ class PullSocket:
 
     def drain(self, limit: int = 1_000) -> list[Any]:
         """All messages that are here now, at most ``limit``."""
-        found = []
+        found: list[Any] = []
         while len(found) < limit and (message := self.receive()) is not None:
             found.append(message)
         return found
@@ -137,7 +138,7 @@ class PushSocket:
     def __init__(self, address: str, *, hwm: int = 20_000) -> None:
         check_address(address)
         self.address = address
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.SNDHWM, hwm)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -158,6 +159,46 @@ class PushSocket:
         self._socket.close(linger=int(linger_s * 1000))
 
 
+class SocketMapping:
+    """inbox -> socket, made when the first message for it comes. Owned by one thread.
+
+    ``send`` never blocks and never raises for a bad or dead inbox: it is False, and the caller
+    decides how long that may last. Queues are short, so a reader that stops reading shows soon.
+    """
+
+    def __init__(self, *, hwm: int = INBOX_FRAMES) -> None:
+        self._hwm = hwm
+        self._sockets: dict[str, PushSocket] = {}
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def send(self, inbox: str, message: msgspec.Struct) -> bool:
+        return self.send_frame(inbox, Codec.encode(message))
+
+    def send_frame(self, inbox: str, frame: bytes) -> bool:
+        socket = self._sockets.get(inbox)
+        if socket is None:
+            try:
+                socket = PushSocket(inbox, hwm=self._hwm)
+            except (ValueError, zmq.ZMQError) as error:
+                log.warning("cannot reach inbox %.120r: %s", inbox, error)
+                return False
+            self._sockets[inbox] = socket
+        return socket.send_frame(frame)
+
+    def evict(self, inbox: str) -> None:
+        """Closes the inbox's socket and drops what it had queued."""
+        socket = self._sockets.pop(inbox, None)
+        if socket is not None:
+            socket.close(linger_s=0)
+
+    def close(self, linger_s: float = 0.2) -> None:
+        for socket in self._sockets.values():
+            socket.close(linger_s)
+        self._sockets.clear()
+
+
 def wait_any(sockets: Iterable[PullSocket], timeout_s: float) -> None:
     """Returns when one of ``sockets`` has something, or after ``timeout_s``."""
     poller = zmq.Poller()
@@ -176,7 +217,7 @@ class AsyncInbox:
     BURST = 256
 
     def __init__(self, address: str, on_message: Callable[[Any], None]) -> None:
-        self.socket = PullSocket(address)
+        self.socket = PullSocket(address, hwm=INBOX_FRAMES)
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
         self._closed = False

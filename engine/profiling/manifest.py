@@ -1,0 +1,259 @@
+"""What a profile's directory says about itself: expected ranks, and one manifest per rank.
+
+Path: capture.py writes manifests -> here -> merge.py and summary.py read them.
+
+Files of the profile ``ID`` (several profiles may share a directory):
+
+* ``ID.profile.json``           the ranks that were asked to capture (``ProfileFile``)
+* ``ID-dp0-tp1.manifest.json``  what one rank wrote (``RankManifest``), rewritten per segment
+* ``ID-dp0-tp1-s000.trace.json.gz``  one segment, named in the manifest
+* ``ID-TP-1-DP-0[-EXTEND].trace.json.gz``  the same from an SGLang server, without a manifest
+* ``merged-ID.trace.json.gz``, ``summary-ID.json``  what merge.py and summary.py write
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from engine.errors import BadRequest
+
+Stage = Literal["", "prefill", "decode"]
+
+PROFILE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_MANIFEST = re.compile(r"-(dp\d+-tp\d+(?:-pp\d+)?(?:-ep\d+)?)\.manifest\.json")
+_FOREIGN = re.compile(r"((?:-(?:TP|DP|PP|EP)-\d+)+)(?:-([A-Z_]+))?\.trace\.json(?:\.gz)?")
+_AXIS = re.compile(r"-(TP|DP|PP|EP)-(\d+)")
+
+
+class Rank(msgspec.Struct, frozen=True, order=True, kw_only=True):
+    """Place of one rank. Field order is display order: DP outermost, then EP, PP, TP."""
+
+    dp: int = 0
+    ep: int | None = None
+    pp: int | None = None
+    tp: int = 0
+
+    @property
+    def name(self) -> str:
+        """``dp0-tp1``, with ``-pp2`` and ``-ep3`` where the engine has those axes."""
+        more = "".join(
+            f"-{axis}{at}" for axis in ("pp", "ep") if (at := getattr(self, axis)) is not None
+        )
+        return f"dp{self.dp}-tp{self.tp}{more}"
+
+    @property
+    def label(self) -> str:
+        """``[TP01-DP00]``, as SGLang labels the processes of a merged trace."""
+        axes = [("TP", self.tp), ("DP", self.dp), ("PP", self.pp), ("EP", self.ep)]
+        return "[" + "-".join(f"{axis}{at:02d}" for axis, at in axes if at is not None) + "]"
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        return (self.dp, self.ep or 0, self.pp or 0, self.tp)
+
+
+class Anchor(msgspec.Struct, frozen=True, kw_only=True):
+    """One reading of two clocks, nanoseconds.
+
+    The capture read the monotonic clock, wrote a marker event into the trace, and read the
+    monotonic clock again; so the marker, whose trace times are known, lies between the readings.
+    """
+
+    monotonic_before_ns: int
+    monotonic_after_ns: int
+    trace_start_ns: int
+    trace_end_ns: int
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """One trace file of a rank. ``path`` is relative to the profile's directory."""
+
+    path: str
+    bytes: int
+    sha256: str
+    events: int
+    stage: Stage = ""
+    anchors: tuple[Anchor, ...] = ()
+
+
+class StepMark(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward step as the runner saw it; monotonic nanoseconds."""
+
+    step: int
+    stage: Stage
+    rows: int
+    tokens: int
+    start_ns: int
+    end_ns: int
+    segment: int = -1  # index into the manifest's segments; -1: not recorded
+
+
+class RankManifest(msgspec.Struct, kw_only=True):
+    """What one rank captured. ``complete`` is false while it captures, and after it died."""
+
+    profile_id: str
+    rank: Rank
+    complete: bool = False
+    reason: str = ""  # why it ended
+    host: str = ""
+    boot_id: str = ""  # ranks of one boot share one monotonic clock
+    pid: int = 0
+    wall_minus_monotonic_ns: int = 0
+    armed_ns: int = 0  # monotonic, when the capture was armed
+    released_ns: int = 0  # monotonic, when the step thread was free again
+    segments: list[Segment] = []
+    steps: list[StepMark] = []
+
+
+class ProfileFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Written when a profile starts: which ranks must report."""
+
+    profile_id: str
+    ranks: list[Rank]
+    created_at: float = 0.0  # seconds since the Unix epoch
+
+
+@dataclass(kw_only=True)
+class Source:
+    """Trace files of one rank. ``manifest`` is None for files of another engine."""
+
+    rank: Rank
+    manifest: RankManifest | None
+    segments: list[Segment] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What a directory holds of one profile. ``expected`` is None if nobody wrote it down."""
+
+    directory: Path
+    profile_id: str
+    expected: list[Rank] | None
+    sources: list[Source]
+    errors: list[dict[str, str]]
+
+    @property
+    def missing(self) -> list[str]:
+        found = {source.rank.name for source in self.sources}
+        return [rank.name for rank in self.expected or [] if rank.name not in found]
+
+    @property
+    def waiting_for(self) -> list[str]:
+        """Ranks that have not reported or still capture."""
+        late = [s.rank.name for s in self.sources if s.manifest and not s.manifest.complete]
+        return self.missing + late
+
+
+def check_profile_id(profile_id: str) -> str:
+    """The id itself; BadRequest if it could name a file elsewhere."""
+    if not PROFILE_ID.fullmatch(profile_id):
+        raise BadRequest(f"profile id {profile_id!r} may hold letters, digits, '.', '_' and '-'")
+    return profile_id
+
+
+def merged_path(directory: Path, profile_id: str) -> Path:
+    return directory / f"merged-{profile_id}.trace.json.gz"
+
+
+def summary_path(directory: Path, profile_id: str) -> Path:
+    return directory / f"summary-{profile_id}.json"
+
+
+def write_profile(directory: Path, profile: ProfileFile) -> Path:
+    """Says which ranks are expected; written by whoever starts the profile, before they start."""
+    path = directory / f"{check_profile_id(profile.profile_id)}.profile.json"
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(profile)))
+    return path
+
+
+def write_manifest(directory: Path, manifest: RankManifest) -> Path:
+    path = directory / f"{manifest.profile_id}-{manifest.rank.name}.manifest.json"
+    write_atomically(path, msgspec.json.encode(manifest))
+    return path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """All of ``content`` or the file as it was; never a part."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as out:
+        try:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+            os.replace(out.name, path)
+        except BaseException:
+            os.unlink(out.name)
+            raise
+
+
+def confined(directory: Path, name: str) -> Path:
+    """The file ``name`` of the directory; BadRequest if it points out of it."""
+    root = directory.resolve()
+    path = (root / name).resolve()
+    if not path.is_relative_to(root) or path == root:
+        raise BadRequest(f"{name!r} is not a file inside the profile's directory")
+    return path
+
+
+def find(directory: Path, profile_id: str) -> Found:
+    """Everything the directory holds of exactly this profile. OSError if it cannot be listed."""
+    check_profile_id(profile_id)
+    found = Found(directory=directory, profile_id=profile_id, expected=None, sources=[], errors=[])
+    names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
+    if f"{profile_id}.profile.json" in names:
+        found.expected = _read_expected(found, f"{profile_id}.profile.json")
+    rest = [name[len(profile_id) :] for name in names if name.startswith(profile_id)]
+    for suffix in rest:
+        if _MANIFEST.fullmatch(suffix):
+            _add_manifest(found, profile_id + suffix)
+    if not found.sources:
+        _add_foreign(found, rest)
+    found.sources.sort(key=lambda source: source.rank.order)
+    return found
+
+
+def _read_expected(found: Found, name: str) -> list[Rank] | None:
+    try:
+        profile = msgspec.json.decode((found.directory / name).read_bytes(), type=ProfileFile)
+    except msgspec.DecodeError as error:
+        found.errors.append({"file": name, "error": f"not a profile file: {error}"})
+        return None
+    return sorted(profile.ranks, key=lambda rank: rank.order)
+
+
+def _add_manifest(found: Found, name: str) -> None:
+    try:
+        manifest = msgspec.json.decode((found.directory / name).read_bytes(), type=RankManifest)
+    except msgspec.DecodeError as error:
+        found.errors.append({"file": name, "error": f"not a manifest: {error}"})
+        return
+    if name != f"{found.profile_id}-{manifest.rank.name}.manifest.json":
+        found.errors.append({"file": name, "error": "the manifest belongs to another profile"})
+        return
+    found.sources.append(
+        Source(rank=manifest.rank, manifest=manifest, segments=list(manifest.segments))
+    )
+
+
+def _add_foreign(found: Found, suffixes: Iterable[str]) -> None:
+    """Trace files named as SGLang names them; one rank may have one per stage."""
+    by_rank: dict[Rank, Source] = {}
+    for suffix in suffixes:
+        match = _FOREIGN.fullmatch(suffix)
+        if match is None:
+            continue
+        axes = {axis.lower(): int(at) for axis, at in _AXIS.findall(match[1])}
+        rank = Rank(**axes)
+        source = by_rank.setdefault(rank, Source(rank=rank, manifest=None))
+        size = (found.directory / (found.profile_id + suffix)).stat().st_size
+        source.segments.append(
+            Segment(path=found.profile_id + suffix, bytes=size, sha256="", events=-1)
+        )
+    found.sources.extend(by_rank.values())

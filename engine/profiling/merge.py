@@ -1,0 +1,323 @@
+"""Merges the traces of all ranks into one document: ``merged-<id>.trace.json.gz``.
+
+Path: capture.py on every rank -> manifests -> here (a job of its own, or by hand) -> a viewer.
+
+    python -m engine.profiling.merge DIR PROFILE_ID [--wait-s 30]
+
+prints the result as JSON and progress as lines of JSON on stderr. One child per rank (``part.py``)
+rewrites that rank's events into a piece of one deflate stream, a few children at a time;
+``document.py`` lines the pieces up behind the metadata events, so memory does not grow with the
+traces. The file appears under its name by a rename, whole or not at all. A merge that lacks
+something says so: ``partial`` and ``label``; there is no plain success without all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from engine.errors import BadRequest, QuarterdeckError
+from engine.profiling.clock import ClockReport, Clocks, SegmentClock, earliest_ns
+from engine.profiling.document import Piece, atomic_output, write_document
+from engine.profiling.manifest import Found, Segment, Source, confined, find, merged_path
+from engine.profiling.part import PartJob, PartProgress, PartResult, PartSegment
+from engine.profiling.reader import TraceError, first_time_ns
+
+MAX_CHILDREN = 4  # each needs about 25 MB, and this process as much
+POLL_S = 0.2
+
+Progress = Callable[[dict[str, object]], None]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is not in the merged trace, and why."""
+
+    rank: str
+    file: str
+    error: str
+
+
+class MergeResult(msgspec.Struct, kw_only=True):
+    """``merged`` is None if no trace was written; ``label`` is the sentence to show."""
+
+    profile_id: str
+    merged: str | None
+    partial: bool
+    label: str
+    ranks_found: list[str] = []
+    ranks_expected: list[str] | None = None
+    missing: list[str] = []
+    unfinished: list[str] = []
+    files: list[str] = []
+    errors: list[Problem] = []
+    warnings: list[str] = []
+    clock: ClockReport | None = None
+    events: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Share:
+    """What one child does: the segments of one rank. ``result`` is None until it has ended well."""
+
+    source: Source
+    job: PartJob
+    segments: list[Segment]
+    out: BinaryIO | None = None
+    result: PartResult | None = None
+
+
+def merge(
+    directory: Path, profile_id: str, *, wait_s: float = 0.0, progress: Progress = lambda _: None
+) -> MergeResult:
+    """Merges what there is of ``profile_id`` once all expected ranks reported or time is up.
+
+    BadRequest for an impossible id, Conflict while the same profile is being merged, OSError if
+    the directory cannot be read or written.
+    """
+    started = time.monotonic()
+    found = wait_for_ranks(directory, profile_id, wait_s, progress)
+    problems = [Problem(rank="", **error) for error in found.errors]
+    clocks = Clocks(found)
+    shares = plan_shares(found, clocks, problems)
+    merged: Path | None = None
+    with ExitStack() as stack:
+        for share in shares:
+            share.out = stack.enter_context(tempfile.TemporaryFile(dir=directory))
+        run_shares(shares, problems, progress)
+        pieces = [piece for share in shares if (piece := _piece(share, clocks.report()))]
+        result = describe(found, shares, clocks.report(), problems)
+        if pieces:
+            progress({"phase": "writing"})
+            merged = merged_path(directory, profile_id)
+            with atomic_output(merged) as out:
+                write_document(out, pieces, msgspec.to_builtins(result))
+    if merged:
+        result.merged, result.bytes = str(merged), merged.stat().st_size
+    result.seconds = round(time.monotonic() - started, 3)
+    return result
+
+
+def wait_for_ranks(
+    directory: Path, profile_id: str, wait_s: float, progress: Progress = lambda _: None
+) -> Found:
+    """The profile's files once every expected rank is complete, at the latest in ``wait_s``."""
+    deadline = time.monotonic() + wait_s
+    said: list[str] | None = None
+    while True:
+        found = find(directory, profile_id)
+        late = found.waiting_for
+        done = found.sources and not late
+        if done or time.monotonic() >= deadline:
+            return found
+        if late != said:
+            progress({"phase": "waiting", "for": late})
+            said = late
+        time.sleep(POLL_S)
+
+
+def plan_shares(found: Found, clocks: Clocks, problems: list[Problem]) -> list[Share]:
+    """Jobs for the children, in display order of the ranks."""
+    usable = [(source, _usable(found, source, problems)) for source in found.sources]
+    timed = [
+        (source, [(segment, clocks.segment(source.manifest, segment)) for segment in segments])
+        for source, segments in usable
+    ]
+    start_ns = earliest_ns(_start_times(found.directory, timed))
+    shares, namespace = [], 0
+    for ordinal, (source, segments) in enumerate(timed, start=1):
+        parts = []
+        for segment, clock in segments:
+            parts.append(
+                PartSegment(
+                    path=str(confined(found.directory, segment.path)),
+                    sha256=segment.sha256,
+                    events=segment.events,
+                    namespace=namespace,
+                    shift_ns=clock.offset_ns - start_ns,
+                )
+            )
+            namespace += 1
+        job = PartJob(ordinal=ordinal, start_ns=start_ns, segments=parts)
+        shares.append(Share(source=source, job=job, segments=[pair[0] for pair in segments]))
+    return shares
+
+
+def _usable(found: Found, source: Source, problems: list[Problem]) -> list[Segment]:
+    """Segments whose path is a file of this directory."""
+    usable = []
+    for segment in source.segments:
+        try:
+            if not confined(found.directory, segment.path).is_file():
+                raise BadRequest("there is no such file")
+        except BadRequest as error:
+            problems.append(Problem(rank=source.rank.name, file=segment.path, error=error.message))
+        else:
+            usable.append(segment)
+    return usable
+
+
+def _start_times(
+    directory: Path, timed: Iterable[tuple[Source, list[tuple[Segment, SegmentClock]]]]
+) -> Iterator[int]:
+    """About when each segment starts, on the common scale."""
+    for _, segments in timed:
+        for segment, clock in segments:
+            if segment.anchors:
+                yield min(anchor.trace_start_ns for anchor in segment.anchors) + clock.offset_ns
+                continue
+            try:
+                yield first_time_ns(confined(directory, segment.path)) + clock.offset_ns
+            except TraceError:
+                continue  # the child will say so with the segment's name
+
+
+def run_shares(shares: list[Share], problems: list[Problem], progress: Progress) -> None:
+    """Runs the children; fills in each share's result, or a problem for the whole rank."""
+    events = dict.fromkeys(range(len(shares)), 0)
+
+    def run(index: int) -> None:
+        def count(done: int) -> None:
+            events[index] = done
+            progress({"phase": "merging", "events": sum(events.values()), "ranks": len(shares)})
+
+        share = shares[index]
+        outcome = run_child(share, count)
+        if isinstance(outcome, str):
+            problems.append(Problem(rank=share.source.rank.name, file="", error=outcome))
+            return
+        share.result = outcome
+        for at, error in outcome.errors.items():
+            problems.append(
+                Problem(rank=share.source.rank.name, file=share.segments[at].path, error=error)
+            )
+
+    with ThreadPoolExecutor(max(1, min(MAX_CHILDREN, os.cpu_count() or 1))) as pool:
+        for done in [pool.submit(run, index) for index in range(len(shares))]:
+            done.result()
+
+
+def run_child(share: Share, count: Callable[[int], None]) -> PartResult | str:
+    """One rank in a process of its own; its result, or the sentence with which it failed."""
+    root = str(Path(__file__).resolve().parents[2])
+    child = subprocess.Popen(
+        [sys.executable, "-m", "engine.profiling.part"],
+        stdin=subprocess.PIPE,
+        stdout=share.out,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+    )
+    with child:
+        assert child.stdin and child.stderr
+        child.stdin.write(msgspec.json.encode(share.job))
+        child.stdin.close()
+        last = ""
+        for line in child.stderr:
+            last = line.decode(errors="replace").strip()
+            if line.startswith(b'{"type":"PartProgress"'):
+                count(msgspec.json.decode(line, type=PartProgress).events)
+    if child.returncode == 0:
+        return msgspec.json.decode(last, type=PartResult)
+    return last or f"its merging process ended with code {child.returncode}"
+
+
+def _piece(share: Share, clock: ClockReport) -> Piece | None:
+    if share.result is None or not share.result.taken:
+        return None
+    assert share.out
+    rank = share.source.rank
+    note = " (clock not aligned)" if rank.name in clock.uncalibrated else ""
+    return Piece(
+        rank=rank, note=note, start_ns=share.job.start_ns, out=share.out, result=share.result
+    )
+
+
+def describe(
+    found: Found, shares: list[Share], clock: ClockReport, problems: list[Problem]
+) -> MergeResult:
+    """Everything about the merge but where it is."""
+    taken = [share for share in shares if share.result and share.result.taken]
+    names = [share.source.rank.name for share in taken]
+    expected = None if found.expected is None else [rank.name for rank in found.expected]
+    missing = [name for name in expected or [] if name not in names]
+    unfinished = [
+        share.source.rank.name
+        for share in taken
+        if share.source.manifest and not share.source.manifest.complete
+    ]
+    result = MergeResult(
+        profile_id=found.profile_id,
+        merged=None,
+        partial=bool(missing or unfinished or problems),
+        label="",
+        ranks_found=names,
+        ranks_expected=expected,
+        missing=missing,
+        unfinished=unfinished,
+        files=[s.segments[at].path for s in taken if s.result for at in s.result.taken],
+        errors=problems,
+        warnings=[warning for s in taken if s.result for warning in s.result.warnings],
+        clock=clock,
+        events=sum(s.result.events for s in taken if s.result),
+    )
+    result.label = label_of(result)
+    return result
+
+
+def label_of(result: MergeResult) -> str:
+    """For example ``5 of 6, missing dp1-tp1``."""
+    count = len(result.ranks_found)
+    if result.ranks_expected is None:
+        parts = [f"{count} ranks, the expected ranks are not written down"]
+    else:
+        parts = [f"{count} of {len(result.ranks_expected)}"]
+    if result.missing:
+        parts.append("missing " + " ".join(result.missing))
+    if result.unfinished:
+        parts.append("unfinished " + " ".join(result.unfinished))
+    if left_out := sum(1 for problem in result.errors if problem.file):
+        parts.append(f"{left_out} {'file' if left_out == 1 else 'files'} left out")
+    if result.clock and result.clock.uncalibrated:
+        parts.append("clocks not aligned: " + " ".join(result.clock.uncalibrated))
+    return ", ".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.profiling.merge")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("profile_id")
+    parser.add_argument("--wait-s", type=float, default=0.0, help="for ranks that are late")
+    options = parser.parse_args(arguments)
+    try:
+        result = merge(options.directory, options.profile_id, wait_s=options.wait_s, progress=_say)
+    except (QuarterdeckError, OSError) as error:
+        result = MergeResult(
+            profile_id=options.profile_id,
+            merged=None,
+            partial=False,
+            label=f"not merged: {error}",
+            errors=[Problem(rank="", file="", error=str(error))],
+        )
+    print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    return 0 if result.merged else 1
+
+
+def _say(progress: dict[str, object]) -> None:
+    print(msgspec.json.encode(progress).decode(), file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

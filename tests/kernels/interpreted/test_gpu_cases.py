@@ -1,0 +1,22 @@
+"""The cases of tests/gpu/check, in their small form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.cases import SMALL, cases
+from tests.gpu.kernel_check import largest_error
+from tests.kernels.inputs import TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gpu_check_would_find_every_kernel_right(dtype: torch.dtype):
+    for case in cases(SMALL, dtype):
+        error = largest_error(case.run(*case.copies()), case.reference(*case.copies()))
+        assert error <= TOLERANCE[dtype] * case.roundings, case.name
+        assert case.bytes_moved > 0
+
+
+def test_a_wrong_token_is_an_infinite_error():
+    assert largest_error((torch.tensor([1]),), (torch.tensor([2]),)) == float("inf")
