@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError
 from engine.model.inputs import Batch
-from engine.model.kv_cache import LayerShape, PagedCache
+from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.loader import Checkpoint, ModelDirectory
 
 ATTENTION = "quarterdeck_paged"
@@ -32,7 +32,7 @@ class _Step:
     """What the attention function must know; one per model, filled for each forward."""
 
     layers: dict[int, LayerShape]
-    cache: PagedCache | None = None
+    cache: KVCache | None = None
     batch: Batch | None = None
     contexts: list[torch.Tensor] | None = None
 
@@ -52,7 +52,7 @@ class HfBackend:
                 setattr(module, _STEP, self._step)
         self._probe(directory)
         shapes = [self._step.layers[index] for index in sorted(self._step.layers)]
-        self._step.cache = PagedCache(
+        self._step.cache = KVCache(
             shapes,
             num_blocks=num_blocks,
             block_size=block_size,

@@ -110,14 +110,15 @@ def _layer(spec: DecoderSpec, shard: Shard, prefix: str) -> Layout:
         parts["key_norm"] = (Source(f"{attention}.k_norm.weight", (spec.head_dim,)),)
     if spec.qkv_bias:
         parts["qkv_bias"] = _qkv(spec, shard, attention, "bias")
-    if spec.output_bias:
+    if spec.output_bias and shard.rank == 0:  # the ranks' products are summed
         parts["output_bias"] = (Source(f"{attention}.o_proj.bias", (spec.hidden,)),)
     if spec.mlp_bias:
         for name in ("gate", "up"):
             parts[f"{name}_bias"] = (
                 _by_rows(f"{mlp}.{name}_proj.bias", spec.intermediate, None, shard),
             )
-        parts["down_bias"] = (Source(f"{mlp}.down_proj.bias", (spec.hidden,)),)
+        if shard.rank == 0:
+            parts["down_bias"] = (Source(f"{mlp}.down_proj.bias", (spec.hidden,)),)
     return parts
 
 

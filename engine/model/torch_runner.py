@@ -14,13 +14,15 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import InputLogprobs, TopLogprobs
-from engine.model.hf import HfBackend
 from engine.model.inputs import Batch, build
 from engine.model.loader import ModelDirectory
-from engine.model.runner import Group, model_info
+from engine.model.native import NativeBackend
+from engine.model.runner import model_info
 from engine.model.sampler import Sampler, best, chosen
 from engine.model.slots import Slot, SlotTable
+from engine.model.spec import cover
 from engine.scheduler.plan import PlanRow, SampledRow, StepPlan, StepResult
+from engine.scheduler.ranks import Group
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LOGITS_AT_ONCE = 256  # positions of prompt logprobs in fp32 at a time: 50 MB for 49,152 tokens
@@ -119,12 +121,23 @@ class TorchRunner:
 def _make_backend(
     config: EngineConfig, directory: ModelDirectory, group: Group | None
 ) -> tuple[str, Backend]:
-    if group is not None and group.size > 1:
-        raise ConfigError(f"the hf backend runs on one rank, tp is {group.size}: set tp to 1")
+    spec = None if config.backend == "hf" else cover(directory)
+    dtype = _DTYPES[config.dtype]
+    if spec is not None:
+        return "native", NativeBackend(config, directory, spec, dtype=dtype, group=group)
+    if config.backend == "native":
+        raise ConfigError(f"the native backend does not cover {directory.architecture}")
+    if group is not None or config.weights != "plain":
+        raise ConfigError(
+            f"{directory.architecture} runs on the hf backend, which knows neither tp > 1 nor "
+            f"weights other than plain (tp is {config.tp}, weights {config.weights})"
+        )
+    from engine.model.hf import HfBackend  # transformers takes 3 s to import
+
     limits = config.limits
     backend = HfBackend(
         directory,
-        dtype=_DTYPES[config.dtype],
+        dtype=dtype,
         num_blocks=limits.kv_tokens // limits.block_tokens,
         block_size=limits.block_tokens,
     )

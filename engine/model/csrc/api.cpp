@@ -32,7 +32,10 @@ int qd_create(const qd::Model* model, int threads, qd::Decoder** made) {
   return guarded([&] { *made = new qd::Decoder(*model, threads); });
 }
 
-void qd_destroy(qd::Decoder* decoder) { delete decoder; }
+int qd_destroy(qd::Decoder* decoder) {
+  delete decoder;
+  return 0;
+}
 
 int64_t qd_panel_bytes(int kind, int columns) {
   return static_cast<int64_t>(qd::panel_bytes(static_cast<qd::Kind>(kind), columns));
@@ -65,8 +68,8 @@ int qd_forward(qd::Decoder* decoder, const qd::Batch* batch, float* x) {
   return guarded([&] { decoder->forward(*batch, x); });
 }
 
-int qd_logits(qd::Decoder* decoder, const float* x, const int64_t* keep, int count, float* out) {
-  return guarded([&] { decoder->logits(x, keep, count, out); });
+int qd_logits(qd::Decoder* decoder, const float* x, int count, float* out) {
+  return guarded([&] { decoder->logits(x, count, out); });
 }
 
 int qd_final_norm(qd::Decoder* decoder, const float* x, int tokens, float* out) {

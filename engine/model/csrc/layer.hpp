@@ -46,13 +46,11 @@ struct Model {
   int32_t gelu;
   int32_t cache_kind;
   int32_t embedding_kind;
-  int32_t sums_are_partial;  // tp > 1
   float epsilon;
   float attention_scale;
   float attention_cap;
   float logit_cap;
   float embedding_scale;
-  int32_t padding;
 };
 
 // Grows and never shrinks; contents are lost when it grows.
@@ -139,14 +137,9 @@ class Decoder {
     }
   }
 
-  // out [count, head.rows]: the logits of the tokens `keep`. hidden, if given, [count, hidden]: what
-  // the output layer reads.
-  void logits(const float* x, const int64_t* keep, int count, float* out) {
-    const Activations normed = activations(model_.head, count);
-    for_rows(count, [&](int i) {
-      const float* from = x + offset(static_cast<int>(keep[i]), model_.hidden);
-      prepare_row(from, model_.final_norm, norm_scale(from, model_.hidden, model_.epsilon), model_.hidden, normed, i);
-    });
+  // out [count, head.rows]: the logits of residuals x [count, hidden].
+  void logits(const float* x, int count, float* out) {
+    const Activations normed = prepare(x, count, model_.hidden, model_.final_norm, model_.head);
     multiply(pool_, normed, model_.head, {out, model_.head.rows, STORE, model_.logit_cap});
   }
 
@@ -158,8 +151,6 @@ class Decoder {
       prepare_row(from, model_.final_norm, norm_scale(from, model_.hidden, model_.epsilon), model_.hidden, rows, t);
     });
   }
-
-  Pool& pool() { return pool_; }
 
  private:
   static size_t offset(int row, int width) { return static_cast<size_t>(row) * static_cast<size_t>(width); }
