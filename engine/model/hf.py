@@ -40,6 +40,7 @@ class _Step:
 class HfBackend:
     """A transformers model on one device. ``parameter_bytes`` counts tied weights once."""
 
+    name = "hf"
     weight_form = "plain"
 
     def __init__(

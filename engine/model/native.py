@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
@@ -59,6 +60,7 @@ class NativeBackend:
         self._spec = spec
         self._group = group
         self._decoder = _make_decoder(config, directory, spec, dtype, group)
+        self.name = "native" if isinstance(self._decoder, CpuDecoder) else "eager"
         self.weight_form = self._decoder.weight_form
         self.parameter_bytes = self._decoder.parameter_bytes
 
@@ -90,7 +92,8 @@ def _make_decoder(
     )
     reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
     tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
-    library = load_library(Path(config.home)) if config.device == "cpu" else None
+    wants_library = config.device == "cpu" and config.backend != "eager"
+    library = load_library(Path(config.home)) if wants_library else None
     parts, checkpoint = layout(spec, shard), Checkpoint(directory.path)
     if library is not None:
         return CpuDecoder(
@@ -105,6 +108,8 @@ def _make_decoder(
             config=config,
             dtype=dtype,
         )
+    if config.weights != "plain":
+        raise ConfigError(f"weights {config.weights} needs the C++ operators: set it to plain")
     return EagerDecoder(
         spec,
         shard,

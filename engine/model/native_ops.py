@@ -23,6 +23,8 @@ from engine.scheduler.ranks import Group
 
 FLOAT32, BFLOAT16, INT4, INT8 = range(4)
 PANEL = 16
+CACHE_LINE = 64
+AREA_BYTES = 64 << 20
 _MATRICES = {
     "qkv": ("qkv",),
     "output": ("output",),
@@ -120,22 +122,32 @@ class Library:
 
 
 class Packer:
-    """Packs matrices and keeps what it packed."""
+    """Packs matrices into a few large areas on huge pages, and keeps what C++ points to."""
 
     def __init__(self, library: Library, threads: int) -> None:
         self._library = library
         self._threads = threads
         self._kept: list[torch.Tensor] = []
+        self._area = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self.parameter_bytes = 0
 
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._kept)
+    def _zeros(self, size: int) -> torch.Tensor:
+        """``size`` bytes of zeros, aligned to a cache line."""
+        if self._used + size > len(self._area):
+            self._area = torch.zeros(max(size, AREA_BYTES), dtype=torch.uint8)
+            self._library.call("qd_use_huge_pages", self._area, c_int64(self._area.numel()))
+            self._used = 0
+        taken = self._area[self._used : self._used + size]
+        self._used += -(-size // CACHE_LINE) * CACHE_LINE
+        return taken
 
     def keep(self, tensor: torch.Tensor | None) -> int | None:
         """The address of a tensor that stays alive with this packer; None for none."""
         if tensor is None:
             return None
         self._kept.append(tensor.contiguous())
+        self.parameter_bytes += tensor.numel() * tensor.element_size()
         return self._kept[-1].data_ptr()
 
     def matrix(
@@ -147,9 +159,7 @@ class Packer:
         """One matrix [rows, columns], or several of one shape whose panels alternate."""
         rows, columns = weights[0].shape
         count, panels = len(weights), -(-rows // PANEL)
-        packed = torch.zeros(
-            self._library.panel_bytes(kind, columns) * panels * count, dtype=torch.uint8
-        )
+        packed = self._zeros(self._library.panel_bytes(kind, columns) * panels * count)
         for first, weight in enumerate(weights):
             wide = weight.float().contiguous()
             self._library.call(

@@ -31,6 +31,7 @@ _LOGITS_AT_ONCE = 256  # positions of prompt logprobs in fp32 at a time: 50 MB f
 class Backend(Protocol):
     """A model over the paged cache."""
 
+    name: str
     weight_form: str
     parameter_bytes: int
 
@@ -63,11 +64,11 @@ class TorchRunner:
         epoch: int,
     ) -> None:
         torch.set_num_threads(config.rank_threads)
-        backend, self._backend = _make_backend(config, directory, group)
+        self._backend = _make_backend(config, directory, group)
         self.info = model_info(
             config,
             directory,
-            backend=backend,
+            backend=self._backend.name,
             weight_form=self._backend.weight_form,
             parameter_bytes=self._backend.parameter_bytes,
         )
@@ -106,7 +107,7 @@ class TorchRunner:
         sampled = len(kept.sampled)
         if sampled:
             self._sampler.sample(
-                logits[:sampled].to(torch.float32, copy=True),
+                logits[:sampled].float(),
                 [slots[r] for r in kept.sampled],
                 [results[r] for r in kept.sampled],
             )
@@ -118,14 +119,12 @@ class TorchRunner:
             _give_hidden(hidden, batch.query_starts.tolist(), slots, results)
 
 
-def _make_backend(
-    config: EngineConfig, directory: ModelDirectory, group: Group | None
-) -> tuple[str, Backend]:
+def _make_backend(config: EngineConfig, directory: ModelDirectory, group: Group | None) -> Backend:
     spec = None if config.backend == "hf" else cover(directory)
     dtype = _DTYPES[config.dtype]
     if spec is not None:
-        return "native", NativeBackend(config, directory, spec, dtype=dtype, group=group)
-    if config.backend == "native":
+        return NativeBackend(config, directory, spec, dtype=dtype, group=group)
+    if config.backend in ("native", "eager"):
         raise ConfigError(f"the native backend does not cover {directory.architecture}")
     if group is not None or config.weights != "plain":
         raise ConfigError(
@@ -135,13 +134,12 @@ def _make_backend(
     from engine.model.hf import HfBackend  # transformers takes 3 s to import
 
     limits = config.limits
-    backend = HfBackend(
+    return HfBackend(
         directory,
         dtype=dtype,
         num_blocks=limits.kv_tokens // limits.block_tokens,
         block_size=limits.block_tokens,
     )
-    return "hf", backend
 
 
 def _kept(rows: list[PlanRow], slots: list[Slot], query_starts: list[int]) -> _Kept:

@@ -7,6 +7,7 @@ gloo listens on the loopback interface.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Group:
         """
         if config.tp == 1:
             return None
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no other way to be told
         meeting = Path(config.run_dir) / f"tp-{config.generation}-{dp}-{start}"
         distributed.init_process_group(
             "nccl" if config.device == "cuda" else "gloo",

@@ -18,9 +18,10 @@ enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT4 = 2, INT8 = 3 };
 
 constexpr int PANEL = LANES;   // rows of a panel
 constexpr int GROUP = 32;      // columns that share a scale and a minimum, for INT4 and INT8
-constexpr int MOST_ROWS = 4;   // activation rows of a float tile
-constexpr int MOST_PANELS = 6; // panels of a float tile: 4 x 6 sums, 6 weights, 1 activation
-constexpr int MOST_QUANTISED_ROWS = 8;
+constexpr int MOST_ROWS = 8;   // activation rows of a tile
+constexpr int MOST_PANELS = 6; // panels of a task
+constexpr int FEW_ROWS = 4;    // up to here a float tile has 6 panels, beyond 3: 24 sums either way
+constexpr int AHEAD = 2048;    // bytes that a tile of several rows prefetches: measured on Zen 4
 
 inline bool quantised(Kind kind) { return kind == INT4 || kind == INT8; }
 
@@ -138,8 +139,12 @@ void float_tile(const Activations& x, int first_row, const char* panel, size_t s
   for (int k = 0; k < x.columns; ++k) {
     __m512 weight[PANELS];
 #pragma GCC unroll 6
-    for (int p = 0; p < PANELS; ++p) weight[p] = _mm512_loadu_ps(panel + static_cast<size_t>(p) * stride + static_cast<size_t>(k) * 64);
-#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) {
+      const char* at = panel + static_cast<size_t>(p) * stride + static_cast<size_t>(k) * 64;
+      if (ROWS > 1) _mm_prefetch(at + AHEAD, _MM_HINT_T0);
+      weight[p] = _mm512_loadu_ps(at);
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const __m512 value = _mm512_set1_ps(rows[r][k]);
 #pragma GCC unroll 6
@@ -159,8 +164,12 @@ void bf16_tile(const Activations& x, int first_row, const char* panel, size_t st
   for (int pair = 0; pair < x.columns / 2; ++pair) {
     __m512i weight[PANELS];
 #pragma GCC unroll 6
-    for (int p = 0; p < PANELS; ++p) weight[p] = _mm512_loadu_si512(panel + static_cast<size_t>(p) * stride + static_cast<size_t>(pair) * 64);
-#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; ++p) {
+      const char* at = panel + static_cast<size_t>(p) * stride + static_cast<size_t>(pair) * 64;
+      if (ROWS > 1) _mm_prefetch(at + AHEAD, _MM_HINT_T0);
+      weight[p] = _mm512_loadu_si512(at);
+    }
+#pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const __m512i values = _mm512_set1_epi32(rows[r][pair]);
 #pragma GCC unroll 6
@@ -202,6 +211,7 @@ void quantised_tile(const Activations& x, int first_row, const char* panel, size
     const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel)));
     const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + 32)));
     __m512i codes[8];
+    for (size_t line = 0; ROWS > 1 && line < STEP; line += 64) _mm_prefetch(panel + AHEAD + line, _MM_HINT_T0);
     unpack_group<KIND>(panel + 64, codes);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -229,22 +239,14 @@ Tile float_tile_of(Kind kind, int panels) {
   return (kind == FLOAT32 ? FLOATS : HALVES)[panels - 1];
 }
 
-template <Kind KIND, int... ROWS>
-Tile quantised_tile_of(int rows, std::integer_sequence<int, ROWS...>) {
-  static constexpr Tile TILES[] = {quantised_tile<KIND, ROWS + 1>...};
-  return TILES[rows - 1];
-}
-
-inline Tile tile_of(Kind kind, int rows, int panels) {
-  using Rows = std::make_integer_sequence<int, MOST_QUANTISED_ROWS>;
-  if (kind == INT4) return quantised_tile_of<INT4>(rows, Rows{});
-  if (kind == INT8) return quantised_tile_of<INT8>(rows, Rows{});
-  switch (rows) {
-    case 1: return float_tile_of<1>(kind, panels);
-    case 2: return float_tile_of<2>(kind, panels);
-    case 3: return float_tile_of<3>(kind, panels);
-    default: return float_tile_of<4>(kind, panels);
-  }
+template <int... ROWS>
+Tile tile_of(Kind kind, int rows, int panels, std::integer_sequence<int, ROWS...>) {
+  static constexpr Tile FOUR_BITS[] = {quantised_tile<INT4, ROWS + 1>...};
+  static constexpr Tile EIGHT_BITS[] = {quantised_tile<INT8, ROWS + 1>...};
+  if (quantised(kind)) return (kind == INT4 ? FOUR_BITS : EIGHT_BITS)[rows - 1];
+  using Of = Tile (*)(Kind, int);
+  static constexpr Of FLOATS[] = {float_tile_of<ROWS + 1>...};
+  return FLOATS[rows - 1](kind, panels);
 }
 
 // ---------------------------------------------------------------- products
@@ -282,18 +284,19 @@ inline void finish_gated(const Matrix& w, int panel, __m512 gate, __m512 up, con
 
 // Rows first_row..last_row with `panels` panels from `panel` on; for GATE both are even.
 inline void multiply_block(const Activations& x, const Matrix& w, const Output& out, int first_row, int last_row, int panel, int panels) {
-  alignas(64) float sums[MOST_QUANTISED_ROWS * MOST_PANELS * LANES];
+  alignas(64) float sums[MOST_ROWS * MOST_PANELS * LANES];
   const size_t stride = panel_bytes(w.form(), w.columns);
-  const int most_rows = quantised(x.kind) ? MOST_QUANTISED_ROWS : MOST_ROWS;
-  const int most_panels = quantised(x.kind) ? 1 : panels;
   const bool gated = out.finish == GATE_SILU || out.finish == GATE_GELU;
-  for (int row = first_row; row < last_row; row += most_rows) {
-    const int rows = std::min(most_rows, last_row - row);
-    for (int p = 0; p < panels; p += most_panels)
-      tile_of(x.kind, rows, most_panels)(x, row, w.panel(panel + p), stride, sums + p * rows * LANES);
-    // sums of row r and panel p: [r][p] of one float tile, or [p][r] of `panels` quantised tiles
-    const auto at = [&](int r, int p) {
-      return _mm512_load_ps(sums + (most_panels == 1 ? p * rows + r : r * panels + p) * LANES);
+  for (int row = first_row; row < last_row; row += MOST_ROWS) {
+    const int rows = std::min(MOST_ROWS, last_row - row);
+    const int width = quantised(x.kind) ? 1 : rows > FEW_ROWS ? MOST_PANELS / 2 : MOST_PANELS;
+    for (int p = 0; p < panels; p += width) {
+      const Tile tile = tile_of(x.kind, rows, std::min(width, panels - p), std::make_integer_sequence<int, MOST_ROWS>{});
+      tile(x, row, w.panel(panel + p), stride, sums + p * rows * LANES);
+    }
+    const auto at = [&](int r, int p) {  // tiles one after the other, each [rows][panels of the tile]
+      const int first = p / width * width;
+      return _mm512_load_ps(sums + (first * rows + r * std::min(width, panels - first) + p - first) * LANES);
     };
     for (int r = 0; r < rows; ++r) {
       if (gated) {

@@ -21,7 +21,7 @@ ATOL = 2e-4  # fp32; logits of the tiny models reach 10
 BATCHES = 40
 
 
-@pytest.fixture(scope="module", params=["hf"])
+@pytest.fixture(scope="module", params=["hf", "native"])
 def runner(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path]) -> ModelRunner:
     config = engine_config(tiny_model("qwen3"), backend=request.param)
     return make_runner(config, dp=0, tp=0, group=None)

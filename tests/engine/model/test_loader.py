@@ -67,7 +67,7 @@ def test_weights_that_are_missing_or_damaged(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("backend", ["hf"])
+@pytest.mark.parametrize("backend", ["hf", "native", "eager"])
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(
     tiny_model: Callable[[str], Path], tmp_path: Path, backend: str
 ) -> None:
