@@ -73,7 +73,9 @@ class ChatTemplates:
     @staticmethod
     def load(model_dir: Path, configured: object) -> ChatTemplates:
         """Template files win over ``configured``, the entry of ``tokenizer_config.json``."""
-        files = {path.stem: path for path in sorted(model_dir.glob("chat_templates/*.jinja"))}
+        files = {
+            path.stem: path for path in sorted(model_dir.glob("additional_chat_templates/*.jinja"))
+        }
         if (default := model_dir / "chat_template.jinja").is_file():
             files["default"] = default
         if files:

@@ -23,6 +23,7 @@ import msgspec
 
 from engine import messages as m
 from engine.config import EngineConfig
+from engine.detokenizer.stops import check_stops
 from engine.errors import BadRequest, DeadlineExceeded, EngineUnreachable, QuarterdeckError
 from engine.lease import LeaseHolder, LeaseThread
 from engine.runfile import RunFile, read_run_file
@@ -60,11 +61,38 @@ class GenerateReqInput:
     no_logs: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """What the model's generation_config.json recommends, for requests that do not say."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    repetition_penalty: float = 1.0
+
+    @staticmethod
+    def of(model_path: Path) -> SamplingDefaults:
+        path = model_path / "generation_config.json"
+        given = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
+        if not given.get("do_sample", False):
+            return SamplingDefaults()
+        names = ("temperature", "top_p", "top_k", "repetition_penalty")
+        return SamplingDefaults(**{name: given[name] for name in names if given.get(name)})
+
+
 class TokenizerWorker:
     """Prompts to token ids, checked against the model's limits."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_context: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_context: int,
+        vocab_size: int,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.defaults = defaults or SamplingDefaults()
         self.max_context = max_context
         self.vocab_size = vocab_size
 
@@ -72,6 +100,7 @@ class TokenizerWorker:
         given = [request.text, request.input_ids, request.messages]
         if sum(value is not None for value in given) != 1:
             raise BadRequest("give exactly one of text, input_ids and messages")
+        check_stops(request.sampling.stop, request.sampling.stop_regex)
         if request.input_ids is not None:
             ids = request.input_ids
         elif request.text is not None and len(request.text) > LONG_TEXT:
@@ -258,6 +287,10 @@ class EngineClient:
     def max_context(self) -> int:
         return self._ready().max_context
 
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        return self._ready().defaults
+
     def subscribe(self, callback: Callable[[m.FleetSnapshot], None]) -> Callable[[], None]:
         """``callback`` gets each snapshot, in the loop; the result unsubscribes it."""
         self._subscribers.add(callback)
@@ -327,7 +360,7 @@ class EngineClient:
         self.snapshot = None
         finish = m.Finish(type="abort", status_code=503, err_type=err_type, message=message)
         for rid, streams in list(self._streams.items()):
-            streams.put(m.StrRow(rid=rid, http_worker_ipc="", finish=finish))
+            streams.put(m.local_end(rid, finish))
         self._streams.clear()
         self._abandoned.clear()
         error = EngineUnreachable(message, err_type=err_type, retry_after_s=2)
@@ -591,4 +624,5 @@ def _tokenizer_worker(run: RunFile) -> TokenizerWorker:
         Tokenizer.load(Path(run.config.model_path)),
         max_context=int(run.model["max_context"]),
         vocab_size=int(run.model["vocab_size"]),
+        defaults=SamplingDefaults.of(Path(run.config.model_path)),
     )

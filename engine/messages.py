@@ -818,6 +818,11 @@ def row_for(request: Any, kind: type[RowT], **fields: Any) -> RowT:
     return kind(rid=request.rid, http_worker_ipc=request.http_worker_ipc, **fields)
 
 
+def local_end(rid: str, finish: Finish) -> StrRow:
+    """A terminal row that a client makes for its own reader: it never leaves the process."""
+    return StrRow(rid=rid, http_worker_ipc="", finish=finish)
+
+
 def by_inbox(rows: Iterable[RowT]) -> dict[str, list[RowT]]:
     """Rows grouped by the inbox that must get them; knows no field but the address."""
     boxes: dict[str, list[RowT]] = defaultdict(list)

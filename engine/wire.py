@@ -199,6 +199,12 @@ class SocketMapping:
         self._sockets.clear()
 
 
+def terminate() -> None:
+    """Last call of a process that closed its sockets: returns when what they had queued is sent,
+    or their linger is over. Without it the interpreter's exit drops the queues."""
+    zmq.Context.instance().term()
+
+
 def wait_any(sockets: Iterable[PullSocket], timeout_s: float) -> None:
     """Returns when one of ``sockets`` has something, or after ``timeout_s``."""
     poller = zmq.Poller()

@@ -168,10 +168,11 @@ def tile_tokens(block_dim: int, dtype: torch.dtype) -> int:
     """Context tokens of one tile.
 
     At 256 elements a head 64 would not fit 100 KiB of shared memory; fp32 has no tensor cores at
-    full precision, and its products spill beyond half of the size.
+    full precision, and its products spill with larger tiles.
     """
-    tokens = 64 if block_dim <= 128 else 32
-    return tokens // 2 if dtype == torch.float32 else tokens
+    if dtype == torch.float32:
+        return 32 if block_dim <= 64 else 16
+    return 64 if block_dim <= 128 else 32
 
 
 def check_paged(q: torch.Tensor, context: PagedContext, scores: Scores) -> None:

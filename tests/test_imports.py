@@ -24,6 +24,7 @@ PURE = (
     "engine/scheduler/radix.py",
     "engine/detokenizer/incremental.py",
     "engine/detokenizer/stops.py",
+    "engine/detokenizer/text.py",
     "engine/router/registry.py",
     "engine/router/dispatch.py",
     "engine/router/state.py",

@@ -23,7 +23,7 @@ from engine.detokenizer.outbox import Outbox
 from engine.errors import QuarterdeckError
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.tokenizer import Tokenizer
-from engine.wire import PullSocket, PushSocket, SocketMapping
+from engine.wire import PullSocket, PushSocket, SocketMapping, terminate
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ RETRY_WAIT_S = 0.005  # while a worker takes nothing
 DRAIN_MESSAGES = 256
 LOG_EVERY_S = 60.0
 GOODBYE_S = 1.0  # for what is pending at SIGTERM
+QUIET_S = 0.1  # no message for so long: nothing is on its way
 
 
 class DetokenizerProcess:
@@ -77,12 +78,13 @@ class DetokenizerProcess:
             self._log_counters(now)
 
     def shutdown(self) -> None:
-        """What came before the signal still goes out, within ``GOODBYE_S``."""
+        """What was sent before the signal still goes out, within ``GOODBYE_S``."""
         deadline = time.monotonic() + GOODBYE_S
-        self.turn(time.monotonic())
-        while self._outbox.blocked and time.monotonic() < deadline:
-            time.sleep(RETRY_WAIT_S)
+        while time.monotonic() < deadline:
+            more = self._inbox.wait(QUIET_S)
             self.turn(time.monotonic())
+            if not (more or self._outbox.blocked):
+                break
         self._log_counters(time.monotonic())
         self._sockets.close()
         self._router.close()
@@ -168,6 +170,7 @@ def main(config_path: str, index: int) -> None:
     report_ready({"index": index, "address": config.detokenizer_address(index)})
     process.main_loop()
     process.shutdown()
+    terminate()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Puts the clocks of all ranks on one scale, and says how well.
+"""Puts the segments of all ranks on one time scale, and says how well.
 
 Path: manifest.py -> here -> merge.py, summary.py.
 
@@ -14,25 +14,28 @@ uncertainty is then unknown, never a guess. The scale is the wall clock in nanos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from engine.profiling.manifest import Anchor, Found, RankManifest, Segment
+import msgspec
+
+from engine.errors import BadRequest
+from engine.profiling.manifest import (
+    Anchor,
+    Found,
+    Problem,
+    RankManifest,
+    Segment,
+    Source,
+    confined,
+)
+from engine.profiling.reader import TraceError, first_time_ns
+
+SECOND_NS = 1_000_000_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class SegmentClock:
-    """Add ``offset_ns`` to a trace time. ``uncertainty_ns`` is None if it was never measured."""
-
-    offset_ns: int
-    uncertainty_ns: int | None
-
-
-UNCALIBRATED = SegmentClock(offset_ns=0, uncertainty_ns=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClockReport:
+class ClockReport(msgspec.Struct, frozen=True, kw_only=True):
     """``uncertainty_ns``: two events of different ranks are at most this much further apart or
     closer than shown; None if that is not known for some pair of ranks."""
 
@@ -42,64 +45,140 @@ class ClockReport:
     hosts: int
 
 
-def offset_of(anchors: Sequence[Anchor]) -> SegmentClock:
+@dataclass(frozen=True, kw_only=True)
+class Offset:
+    """Add ``ns`` to a trace time to get a monotonic time, right to ``uncertainty_ns``."""
+
+    ns: int
+    uncertainty_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedSegment:
+    """A segment whose file exists. Add ``shift_ns`` to its trace times for the common scale."""
+
+    segment: Segment
+    path: Path
+    shift_ns: int
+    uncertainty_ns: int | None
+
+
+@dataclass(kw_only=True)
+class Aligned:
+    """All usable segments, by rank in display order; ``start_ns`` is zero of the common scale."""
+
+    start_ns: int
+    ranks: list[tuple[Source, list[TimedSegment]]]
+    clock: ClockReport
+    problems: list[Problem]
+
+
+def offset_of(anchors: Sequence[Anchor]) -> Offset:
     """Offset monotonic - trace that suits all anchors best; drift widens the uncertainty."""
     lows = [anchor.monotonic_before_ns - anchor.trace_start_ns for anchor in anchors]
     highs = [anchor.monotonic_after_ns - anchor.trace_end_ns for anchor in anchors]
     low, high = max(lows), min(highs)
     if low > high:  # the clocks drifted between the anchors: no one offset suits all of them
         low, high = min(lows), max(highs)
-    return SegmentClock(offset_ns=(low + high) // 2, uncertainty_ns=(high - low + 1) // 2)
+    return Offset(ns=(low + high) // 2, uncertainty_ns=(high - low + 1) // 2)
 
 
-class Clocks:
-    """Clocks of one profile: every segment's way to the common scale."""
-
-    def __init__(self, found: Found) -> None:
-        self._wall: dict[str, int] = {}
-        self._worst = 0
-        self._uncalibrated: list[str] = []
-        for source in found.sources:
-            if source.manifest:
-                manifest = source.manifest
-                self._wall.setdefault(manifest.boot_id, manifest.wall_minus_monotonic_ns)
-            if not source.manifest or not all(part.anchors for part in source.segments):
-                self._uncalibrated.append(source.rank.name)
-
-    def segment(self, manifest: RankManifest | None, segment: Segment) -> SegmentClock:
-        """From this segment's trace clock to the common wall clock."""
-        if manifest is None or not segment.anchors:
-            return UNCALIBRATED
-        found = offset_of(segment.anchors)
-        self._worst = max(self._worst, found.uncertainty_ns or 0)
-        return SegmentClock(
-            offset_ns=found.offset_ns + self._wall[manifest.boot_id],
-            uncertainty_ns=found.uncertainty_ns,
-        )
-
-    def monotonic(self, manifest: RankManifest, at_ns: int) -> int:
-        """A monotonic reading of a rank on the common scale."""
-        return at_ns + self._wall[manifest.boot_id]
-
-    def report(self) -> ClockReport:
-        """What was done; valid once every segment was asked for."""
-        hosts = len(self._wall)
-        if hosts == 0:
-            method = "none: the traces have no clock anchors and keep their own clocks"
-        elif hosts == 1:
-            method = "anchors on the host's monotonic clock"
-        else:
-            method = f"anchors, then the wall clocks of {hosts} hosts, which were not compared"
-        known = hosts == 1 and not self._uncalibrated
-        return ClockReport(
-            method=method,
-            uncertainty_ns=2 * self._worst if known else None,
-            uncalibrated=list(self._uncalibrated),
-            hosts=hosts,
-        )
+def align(found: Found) -> Aligned:
+    """Places every segment; unusable ones (no file, a path that leads elsewhere) are problems."""
+    walls = host_walls(found.sources)
+    problems = list(found.problems)
+    placed = [(source, _place(found, source, walls, problems)) for source in found.sources]
+    start_ns = _start_ns([segment for _, segments in placed for segment in segments])
+    ranks = [
+        (source, [_from(start_ns, segment) for segment in segments]) for source, segments in placed
+    ]
+    return Aligned(
+        start_ns=start_ns, ranks=ranks, clock=_report(ranks, hosts=len(walls)), problems=problems
+    )
 
 
-def earliest_ns(times: Iterable[int]) -> int:
-    """Start of the merged scale: the whole second before the first time."""
-    first = min(times, default=1_000_000_000)
-    return (first - 1) // 1_000_000_000 * 1_000_000_000
+def host_walls(sources: Sequence[Source]) -> dict[str, int]:
+    """Wall clock - monotonic clock of each boot, one reading for all ranks of it."""
+    walls: dict[str, int] = {}
+    for source in sources:
+        if source.manifest:
+            walls.setdefault(source.manifest.boot_id, source.manifest.wall_minus_monotonic_ns)
+    return walls
+
+
+def _place(
+    found: Found, source: Source, walls: dict[str, int], problems: list[Problem]
+) -> list[TimedSegment]:
+    """Segments of one rank with shifts to the wall clock."""
+    placed = []
+    for segment in source.segments:
+        try:
+            path = confined(found.directory, segment.path)
+            if not path.is_file():
+                raise BadRequest("there is no such file")
+        except BadRequest as error:
+            problems.append(Problem(rank=source.rank.name, file=segment.path, error=error.message))
+            continue
+        placed.append(_timed(source.manifest, segment, path, walls))
+    return placed
+
+
+def _timed(
+    manifest: RankManifest | None, segment: Segment, path: Path, walls: dict[str, int]
+) -> TimedSegment:
+    if manifest is None or not segment.anchors:
+        return TimedSegment(segment=segment, path=path, shift_ns=0, uncertainty_ns=None)
+    offset = offset_of(segment.anchors)
+    return TimedSegment(
+        segment=segment,
+        path=path,
+        shift_ns=offset.ns + walls[manifest.boot_id],
+        uncertainty_ns=offset.uncertainty_ns,
+    )
+
+
+def _start_ns(segments: Sequence[TimedSegment]) -> int:
+    """The whole second before the earliest event, so that no time is negative."""
+    first = min((time for timed in segments if (time := _first_ns(timed)) is not None), default=0)
+    return max(0, (first - 1) // SECOND_NS * SECOND_NS)
+
+
+def _first_ns(timed: TimedSegment) -> int | None:
+    if timed.segment.anchors:
+        return min(anchor.trace_start_ns for anchor in timed.segment.anchors) + timed.shift_ns
+    try:
+        return first_time_ns(timed.path) + timed.shift_ns
+    except TraceError:
+        return None  # whoever reads the whole file will say why
+
+
+def _from(start_ns: int, timed: TimedSegment) -> TimedSegment:
+    return TimedSegment(
+        segment=timed.segment,
+        path=timed.path,
+        shift_ns=timed.shift_ns - start_ns,
+        uncertainty_ns=timed.uncertainty_ns,
+    )
+
+
+def _report(ranks: Sequence[tuple[Source, list[TimedSegment]]], hosts: int) -> ClockReport:
+    uncalibrated = [
+        source.rank.name
+        for source, segments in ranks
+        if any(timed.uncertainty_ns is None for timed in segments)
+    ]
+    worst = max(
+        (timed.uncertainty_ns or 0 for _, segments in ranks for timed in segments), default=0
+    )
+    if hosts == 0:
+        method = "none: the traces have no clock anchors and keep their own clocks"
+    elif hosts == 1:
+        method = "anchors on the host's monotonic clock"
+    else:
+        method = f"anchors, then the wall clocks of {hosts} hosts, which were not compared"
+    return ClockReport(
+        method=method,
+        uncertainty_ns=None if uncalibrated or hosts != 1 else 2 * worst,
+        uncalibrated=uncalibrated,
+        hosts=hosts,
+    )

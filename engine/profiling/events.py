@@ -6,13 +6,14 @@ Path: reader.py -> here -> part.py.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from math import nan
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 Optional = Raw | UnsetType
+FlowKey = tuple[int | str | UnsetType, str | UnsetType, bytes]
 
 FLOW_PHASES = "stf"
 MAX_TRACKED_FLOWS = 50_000  # ids of one segment; our own segments have at most 20,000 events
@@ -21,24 +22,25 @@ MAX_NAMESPACES = 1 << 20
 
 
 class Event(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=False):
-    """Every field of the Chrome trace format. What the merge leaves alone stays raw bytes.
+    """Every field of the Chrome trace format, in the order in which torch writes them.
 
-    ``pid`` and ``tid`` are numbers or words. ``ts`` is in microseconds; NaN means it is absent.
+    What the merge leaves alone stays raw bytes. ``pid`` and ``tid`` are numbers or words. ``ts`` is
+    in microseconds; NaN means it is absent.
     """
 
     ph: str
-    ts: float = nan
+    cat: str | UnsetType = UNSET
+    name: Optional = UNSET
     pid: int | str = ""
     tid: int | str = ""
-    name: Optional = UNSET
-    cat: Optional = UNSET
+    ts: float = nan
     dur: Optional = UNSET
-    id: Optional = UNSET
+    args: Optional = UNSET
+    id: int | str | UnsetType = UNSET
     bp: Optional = UNSET
     s: Optional = UNSET
-    args: Optional = UNSET
-    id2: Optional = UNSET
-    bind_id: Optional = UNSET
+    bind_id: int | str | UnsetType = UNSET
+    id2: dict[str, int | str] | UnsetType = UNSET
     tts: Optional = UNSET
     tdur: Optional = UNSET
     cname: Optional = UNSET
@@ -51,7 +53,7 @@ class Event(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True, gc=F
     flow_out: Optional = UNSET
 
 
-class LooseEvent(Event, forbid_unknown_fields=False):
+class LooseEvent(Event, forbid_unknown_fields=False, gc=False):
     """The same for a file with fields that no version of the format has; they are dropped."""
 
 
@@ -68,25 +70,19 @@ class IdSpace:
 
     def rename(self, event: Event) -> None:
         """Rewrites ``id``, ``bind_id`` and the global part of ``id2``."""
-        if not isinstance(event.id, UnsetType):
-            event.id = self._scalar(event.id)
-        if not isinstance(event.bind_id, UnsetType):
-            event.bind_id = self._scalar(event.bind_id)
-        if not isinstance(event.id2, UnsetType):
-            ids: dict[str, Any] = msgspec.json.decode(event.id2, type=dict[str, Any])
-            if "global" in ids:  # a local id belongs to its process, whose number is unique
-                ids["global"] = self._hashed(msgspec.json.encode(ids["global"]))
-            event.id2 = Raw(msgspec.json.encode(ids))
+        if event.id is not UNSET:
+            event.id = self._unique(event.id)
+        if event.bind_id is not UNSET:
+            event.bind_id = self._unique(event.bind_id)
+        if event.id2 is not UNSET and "global" in event.id2:  # a local id belongs to its process
+            event.id2["global"] = self._unique(event.id2["global"])
 
-    def _scalar(self, raw: Raw) -> Raw:
-        text = bytes(raw)
-        if text.isdigit() and (number := int(text)) < 1 << ID_BITS:
-            return Raw(b"%d" % (self._namespace << ID_BITS | number))
-        return Raw(b'"%b"' % self._hashed(text).encode())
-
-    def _hashed(self, text: bytes) -> str:
-        """64 bits in the hexadecimal form that all viewers take for an id."""
-        digest = hashlib.blake2b(text, digest_size=8, key=b"%d" % self._namespace)
+    def _unique(self, value: int | str) -> int | str:
+        """Small numbers stay readable; anything else becomes 64 bits in the hexadecimal form that
+        all viewers take for an id."""
+        if isinstance(value, int) and 0 <= value < 1 << ID_BITS:
+            return self._namespace << ID_BITS | value
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=8, key=b"%d" % self._namespace)
         return "0x" + digest.hexdigest()
 
 
@@ -98,8 +94,8 @@ class FlowPairs:
     """
 
     def __init__(self) -> None:
-        self._paired: set[tuple[bytes, bytes, bytes]] = set()
-        self._waiting: dict[tuple[bytes, bytes, bytes], list[Event]] = {}
+        self._paired: set[FlowKey] = set()
+        self._waiting: dict[FlowKey, list[Event]] = {}
         self.checked = True
 
     @property
@@ -107,22 +103,23 @@ class FlowPairs:
         """Events that still wait for a partner; at the end of a segment they are left out."""
         return sum(len(events) for events in self._waiting.values())
 
-    def push(self, event: Event) -> list[Event]:
+    def push(self, event: Event) -> Sequence[Event]:
         """Events that may be written now, oldest first."""
-        if not self.checked:
-            return [event]
-        key = (_text(event.cat), _text(event.name), _text(event.id))
-        if key in self._paired:
-            return [event]
-        waiting = self._waiting.setdefault(key, [])
+        name = b"" if event.name is UNSET else bytes(event.name)
+        key = (event.id, event.cat, name)
+        if key in self._paired or not self.checked:
+            return (event,)
+        waiting = self._waiting.pop(key, [])
+        other = "f" if event.ph == "s" else "s"
+        done = any(held.ph == other for held in waiting) and event.ph != "t"
         waiting.append(event)
-        phases = {held.ph for held in waiting}
-        if "s" in phases and "f" in phases:
+        if done:
             self._paired.add(key)
-            return self._waiting.pop(key)
+            return waiting
+        self._waiting[key] = waiting
         if len(self._paired) + len(self._waiting) > MAX_TRACKED_FLOWS:
             return self._give_up()
-        return []
+        return ()
 
     def _give_up(self) -> list[Event]:
         held = [event for events in self._waiting.values() for event in events]
@@ -130,7 +127,3 @@ class FlowPairs:
         self._paired.clear()
         self.checked = False
         return held
-
-
-def _text(raw: Optional) -> bytes:
-    return b"" if isinstance(raw, UnsetType) else bytes(raw)

@@ -85,7 +85,11 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMark(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward step as the runner saw it; monotonic nanoseconds."""
+    """One forward step as the runner saw it; monotonic nanoseconds.
+
+    ``pause_ns`` is what the capture did on the step thread before it (starting, stopping and
+    exporting): a running row waited ``pause_ns`` plus the step for its next token.
+    """
 
     step: int
     stage: Stage
@@ -93,7 +97,8 @@ class StepMark(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     start_ns: int
     end_ns: int
-    segment: int = -1  # index into the manifest's segments; -1: not recorded
+    pause_ns: int = 0
+    recorded: bool = True
 
 
 class RankManifest(msgspec.Struct, kw_only=True):
@@ -103,12 +108,14 @@ class RankManifest(msgspec.Struct, kw_only=True):
     rank: Rank
     complete: bool = False
     reason: str = ""  # why it ended
+    errors: list[str] = []  # segments that could not be written
+    activities: tuple[str, ...] = ()
     host: str = ""
     boot_id: str = ""  # ranks of one boot share one monotonic clock
     pid: int = 0
     wall_minus_monotonic_ns: int = 0
     armed_ns: int = 0  # monotonic, when the capture was armed
-    released_ns: int = 0  # monotonic, when the step thread was free again
+    final_pause_ns: int = 0  # as StepMark.pause_ns, after the last step
     segments: list[Segment] = []
     steps: list[StepMark] = []
 
@@ -119,6 +126,14 @@ class ProfileFile(msgspec.Struct, frozen=True, kw_only=True):
     profile_id: str
     ranks: list[Rank]
     created_at: float = 0.0  # seconds since the Unix epoch
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that could not be used, and why. "" where no rank or no file can be named."""
+
+    rank: str
+    file: str
+    error: str
 
 
 @dataclass(kw_only=True)
@@ -138,7 +153,7 @@ class Found:
     profile_id: str
     expected: list[Rank] | None
     sources: list[Source]
-    errors: list[dict[str, str]]
+    problems: list[Problem]
 
     @property
     def missing(self) -> list[str]:
@@ -205,7 +220,9 @@ def confined(directory: Path, name: str) -> Path:
 def find(directory: Path, profile_id: str) -> Found:
     """Everything the directory holds of exactly this profile. OSError if it cannot be listed."""
     check_profile_id(profile_id)
-    found = Found(directory=directory, profile_id=profile_id, expected=None, sources=[], errors=[])
+    found = Found(
+        directory=directory, profile_id=profile_id, expected=None, sources=[], problems=[]
+    )
     names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file())
     if f"{profile_id}.profile.json" in names:
         found.expected = _read_expected(found, f"{profile_id}.profile.json")
@@ -223,7 +240,7 @@ def _read_expected(found: Found, name: str) -> list[Rank] | None:
     try:
         profile = msgspec.json.decode((found.directory / name).read_bytes(), type=ProfileFile)
     except msgspec.DecodeError as error:
-        found.errors.append({"file": name, "error": f"not a profile file: {error}"})
+        found.problems.append(Problem(rank="", file=name, error=f"not a profile file: {error}"))
         return None
     return sorted(profile.ranks, key=lambda rank: rank.order)
 
@@ -232,10 +249,11 @@ def _add_manifest(found: Found, name: str) -> None:
     try:
         manifest = msgspec.json.decode((found.directory / name).read_bytes(), type=RankManifest)
     except msgspec.DecodeError as error:
-        found.errors.append({"file": name, "error": f"not a manifest: {error}"})
+        found.problems.append(Problem(rank="", file=name, error=f"not a manifest: {error}"))
         return
     if name != f"{found.profile_id}-{manifest.rank.name}.manifest.json":
-        found.errors.append({"file": name, "error": "the manifest belongs to another profile"})
+        sentence = "the manifest belongs to another profile or rank"
+        found.problems.append(Problem(rank="", file=name, error=sentence))
         return
     found.sources.append(
         Source(rank=manifest.rank, manifest=manifest, segments=list(manifest.segments))

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,25 +28,16 @@ from typing import BinaryIO
 
 import msgspec
 
-from engine.errors import BadRequest, QuarterdeckError
-from engine.profiling.clock import ClockReport, Clocks, SegmentClock, earliest_ns
+from engine.errors import QuarterdeckError
+from engine.profiling.clock import Aligned, ClockReport, align
 from engine.profiling.document import Piece, atomic_output, write_document
-from engine.profiling.manifest import Found, Segment, Source, confined, find, merged_path
+from engine.profiling.manifest import Found, Problem, Source, find, merged_path
 from engine.profiling.part import PartJob, PartProgress, PartResult, PartSegment
-from engine.profiling.reader import TraceError, first_time_ns
 
 MAX_CHILDREN = 4  # each needs about 25 MB, and this process as much
 POLL_S = 0.2
 
 Progress = Callable[[dict[str, object]], None]
-
-
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is not in the merged trace, and why."""
-
-    rank: str
-    file: str
-    error: str
 
 
 class MergeResult(msgspec.Struct, kw_only=True):
@@ -75,7 +66,7 @@ class Share:
 
     source: Source
     job: PartJob
-    segments: list[Segment]
+    files: list[str]
     out: BinaryIO | None = None
     result: PartResult | None = None
 
@@ -90,17 +81,15 @@ def merge(
     """
     started = time.monotonic()
     found = wait_for_ranks(directory, profile_id, wait_s, progress)
-    problems = [Problem(rank="", **error) for error in found.errors]
-    clocks = Clocks(found)
-    shares = plan_shares(found, clocks, problems)
+    aligned = align(found)
+    shares = plan_shares(aligned)
     merged: Path | None = None
     with ExitStack() as stack:
         for share in shares:
             share.out = stack.enter_context(tempfile.TemporaryFile(dir=directory))
-        run_shares(shares, problems, progress)
-        pieces = [piece for share in shares if (piece := _piece(share, clocks.report()))]
-        result = describe(found, shares, clocks.report(), problems)
-        if pieces:
+        run_shares(shares, aligned.problems, progress)
+        result = describe(found, shares, aligned)
+        if pieces := [piece for share in shares if (piece := _piece(share, aligned))]:
             progress({"phase": "writing"})
             merged = merged_path(directory, profile_id)
             with atomic_output(merged) as out:
@@ -129,60 +118,26 @@ def wait_for_ranks(
         time.sleep(POLL_S)
 
 
-def plan_shares(found: Found, clocks: Clocks, problems: list[Problem]) -> list[Share]:
+def plan_shares(aligned: Aligned) -> list[Share]:
     """Jobs for the children, in display order of the ranks."""
-    usable = [(source, _usable(found, source, problems)) for source in found.sources]
-    timed = [
-        (source, [(segment, clocks.segment(source.manifest, segment)) for segment in segments])
-        for source, segments in usable
-    ]
-    start_ns = earliest_ns(_start_times(found.directory, timed))
     shares, namespace = [], 0
-    for ordinal, (source, segments) in enumerate(timed, start=1):
+    for ordinal, (source, segments) in enumerate(aligned.ranks, start=1):
         parts = []
-        for segment, clock in segments:
+        for timed in segments:
             parts.append(
                 PartSegment(
-                    path=str(confined(found.directory, segment.path)),
-                    sha256=segment.sha256,
-                    events=segment.events,
+                    path=str(timed.path),
+                    sha256=timed.segment.sha256,
+                    events=timed.segment.events,
                     namespace=namespace,
-                    shift_ns=clock.offset_ns - start_ns,
+                    shift_ns=timed.shift_ns,
                 )
             )
             namespace += 1
-        job = PartJob(ordinal=ordinal, start_ns=start_ns, segments=parts)
-        shares.append(Share(source=source, job=job, segments=[pair[0] for pair in segments]))
+        job = PartJob(ordinal=ordinal, start_ns=aligned.start_ns, segments=parts)
+        files = [timed.segment.path for timed in segments]
+        shares.append(Share(source=source, job=job, files=files))
     return shares
-
-
-def _usable(found: Found, source: Source, problems: list[Problem]) -> list[Segment]:
-    """Segments whose path is a file of this directory."""
-    usable = []
-    for segment in source.segments:
-        try:
-            if not confined(found.directory, segment.path).is_file():
-                raise BadRequest("there is no such file")
-        except BadRequest as error:
-            problems.append(Problem(rank=source.rank.name, file=segment.path, error=error.message))
-        else:
-            usable.append(segment)
-    return usable
-
-
-def _start_times(
-    directory: Path, timed: Iterable[tuple[Source, list[tuple[Segment, SegmentClock]]]]
-) -> Iterator[int]:
-    """About when each segment starts, on the common scale."""
-    for _, segments in timed:
-        for segment, clock in segments:
-            if segment.anchors:
-                yield min(anchor.trace_start_ns for anchor in segment.anchors) + clock.offset_ns
-                continue
-            try:
-                yield first_time_ns(confined(directory, segment.path)) + clock.offset_ns
-            except TraceError:
-                continue  # the child will say so with the segment's name
 
 
 def run_shares(shares: list[Share], problems: list[Problem], progress: Progress) -> None:
@@ -201,9 +156,7 @@ def run_shares(shares: list[Share], problems: list[Problem], progress: Progress)
             return
         share.result = outcome
         for at, error in outcome.errors.items():
-            problems.append(
-                Problem(rank=share.source.rank.name, file=share.segments[at].path, error=error)
-            )
+            problems.append(Problem(rank=share.source.rank.name, file=share.files[at], error=error))
 
     with ThreadPoolExecutor(max(1, min(MAX_CHILDREN, os.cpu_count() or 1))) as pool:
         for done in [pool.submit(run, index) for index in range(len(shares))]:
@@ -234,20 +187,18 @@ def run_child(share: Share, count: Callable[[int], None]) -> PartResult | str:
     return last or f"its merging process ended with code {child.returncode}"
 
 
-def _piece(share: Share, clock: ClockReport) -> Piece | None:
+def _piece(share: Share, aligned: Aligned) -> Piece | None:
     if share.result is None or not share.result.taken:
         return None
     assert share.out
     rank = share.source.rank
-    note = " (clock not aligned)" if rank.name in clock.uncalibrated else ""
+    note = " (clock not aligned)" if rank.name in aligned.clock.uncalibrated else ""
     return Piece(
         rank=rank, note=note, start_ns=share.job.start_ns, out=share.out, result=share.result
     )
 
 
-def describe(
-    found: Found, shares: list[Share], clock: ClockReport, problems: list[Problem]
-) -> MergeResult:
+def describe(found: Found, shares: list[Share], aligned: Aligned) -> MergeResult:
     """Everything about the merge but where it is."""
     taken = [share for share in shares if share.result and share.result.taken]
     names = [share.source.rank.name for share in taken]
@@ -261,16 +212,16 @@ def describe(
     result = MergeResult(
         profile_id=found.profile_id,
         merged=None,
-        partial=bool(missing or unfinished or problems),
+        partial=bool(missing or unfinished or aligned.problems),
         label="",
         ranks_found=names,
         ranks_expected=expected,
         missing=missing,
         unfinished=unfinished,
-        files=[s.segments[at].path for s in taken if s.result for at in s.result.taken],
-        errors=problems,
+        files=[s.files[at] for s in taken if s.result for at in s.result.taken],
+        errors=aligned.problems,
         warnings=[warning for s in taken if s.result for warning in s.result.warnings],
-        clock=clock,
+        clock=aligned.clock,
         events=sum(s.result.events for s in taken if s.result),
     )
     result.label = label_of(result)

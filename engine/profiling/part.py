@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import msgspec
 from isal import isal_zlib
@@ -37,7 +37,7 @@ WORD_TIDS = 900_000_000  # tids that were words are numbered from here; Linux ti
 PROGRESS_S = 0.5
 
 STRICT = msgspec.json.Decoder(list[Event])
-LOOSE: msgspec.json.Decoder[list[Event]] = msgspec.json.Decoder(list[LooseEvent])  # type: ignore[assignment]
+LOOSE = cast("msgspec.json.Decoder[list[Event]]", msgspec.json.Decoder(list[LooseEvent]))
 
 
 class PartSegment(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,9 +187,9 @@ class Rewriter:
             else:
                 kept += self._rename(event)
 
-    def _rename(self, event: Event) -> list[Event]:
+    def _rename(self, event: Event) -> Sequence[Event]:
         self._ids.rename(event)
-        return self.flows.push(event) if event.ph in FLOW_PHASES else [event]
+        return self.flows.push(event) if event.ph in FLOW_PHASES else (event,)
 
     def _describe(self, event: Event) -> None:
         if not self._lanes.describe(event):

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar, cast
 
 import msgspec
 from isal import igzip, isal_zlib
@@ -65,8 +65,8 @@ def open_trace(path: Path, sha256: str = "") -> Iterator[BinaryIO]:
         if not compressed:
             yield raw
             return
-        with igzip.IGzipFile(fileobj=raw, mode="rb") as plain:
-            yield plain  # type: ignore[misc]
+        with igzip.IGzipFile(fileobj=raw, mode="rb") as plain:  # type: ignore[no-untyped-call]
+            yield cast(BinaryIO, plain)
 
 
 def chunks(stream: BinaryIO) -> Iterator[bytes]:
@@ -242,4 +242,9 @@ def _parse_object(text: bytes) -> dict[str, Any] | None:
 
 def _name_event(reason: str, before: int) -> str:
     """msgspec's sentence with the event's index in the file in place of that in the batch."""
-    return _EVENT_INDEX.sub(lambda at: f"event {before + int(at[1])}, field {at[2]}", reason)
+
+    def place(found: re.Match[str]) -> str:
+        field = f", field {found[2]}" if found[2] else ""
+        return f"event {before + int(found[1])}{field}"
+
+    return _EVENT_INDEX.sub(place, reason)

@@ -38,7 +38,8 @@ from engine.scheduler.sequence import (
     RequestView,
     Sequence,
     StopChecker,
-    never_runs,
+    abort_for,
+    check_request,
 )
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -105,33 +106,28 @@ class SchedulerCore:
         """
         if request.rid in self._live:
             raise ValueError(f"request {request.rid} is live already")
-        refusal = never_runs(request, self._info, self._context, self._kv.total_tokens)
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seeds.getrandbits(63))
         sequence = Sequence(
             request=request,
             sampling=sampling,
-            order=(-request.priority, self._arrivals),
+            arrival=self._arrivals,
             received_at=request.received_at or now,
-            block_size=self._info.block_size,
-            limit=min(len(request.input_ids) + sampling.max_new_tokens, self._longest),
-            stop_ids=frozenset(sampling.stop_token_ids).union(
-                () if sampling.ignore_eos else self._info.eos_token_ids
-            ),
-            stop_checker=None if refusal else self._stop_checker(sampling),
+            info=self._info,
+            longest=self._longest,
         )
+        refused = None
+        try:
+            check_request(request, self._info, self._context, self._kv.total_tokens)
+            sequence.stop_checker = self._stop_checker(sampling)
+        except BadRequest as error:
+            refused = abort_for(error)
         self._arrivals += 1
         self._live[request.rid] = sequence
         insort(self._waiting, sequence, key=_order)
-        if refusal:
-            finish = Finish(
-                type="abort",
-                message=refusal,
-                status_code=BadRequest.status_code,
-                err_type=BadRequest.err_type,
-            )
-            self._send(sequence, None, finish, now)
+        if refused is not None:
+            self._send(sequence, None, refused, now)
 
     def abort(
         self,
@@ -240,10 +236,8 @@ class SchedulerCore:
         assert self._in_flight is None, "the last plan is not committed"
         if self.idle:
             return None
-        retracted = self._grow()
-        begins = []
-        if self._waiting and not (retracted and self._running):
-            begins = self._admit(now)
+        self._grow()
+        begins = self._admit(now) if self._waiting else []
         step = self.bare_plan()
         step.begins = begins
         step.rows = self._plan_rows()
@@ -258,9 +252,8 @@ class SchedulerCore:
         ends, self._ends = self._ends, []
         return StepPlan(step=self._step, ends=ends)
 
-    def _grow(self) -> bool:
-        """A block for each sequence that decodes past its table; True if that retracted any."""
-        before = self._retractions
+    def _grow(self) -> None:
+        """A block for each sequence that decodes past its table, from the last ones if need be."""
         at = 0
         while at < len(self._running):
             sequence = self._running[at]
@@ -271,7 +264,6 @@ class SchedulerCore:
                 self._retract(self._running[-1])
             if sequence.slot is not None:
                 self._kv.grow(sequence)
-        return self._retractions > before
 
     def _admit(self, now: float) -> list[SlotBegin]:
         """Give slots and KV to waiting requests, in order, while there is budget to run them."""
@@ -283,15 +275,15 @@ class SchedulerCore:
             if sequence.waits_for_prefix:
                 at += 1
                 continue
-            if self._running and self._kv.available <= sequence.room_seen:
-                break
+            if sequence.room_seen is not None and self._room <= sequence.room_seen:
+                break  # nothing came free since it did not fit
             node = self._kv.match(sequence, self._epoch)
             if self._defers(sequence, node):
                 continue
-            if (shortage := self._shortage(sequence, node)) > 0:
+            if (shortage := self._kv.demand(sequence, node) - self._room) > 0:
                 if self._make_room(sequence, shortage):
                     continue
-                sequence.room_seen = self._kv.available
+                sequence.room_seen = self._room
                 break
             del self._waiting[at]
             begins.append(self._begin(sequence, node, now))
@@ -313,10 +305,11 @@ class SchedulerCore:
                     return True
         return False
 
-    def _shortage(self, sequence: Sequence, node: Node) -> int:
-        """Blocks missing to begin ``sequence`` and still let each running one grow by a block."""
+    @property
+    def _room(self) -> int:
+        """Blocks for a new sequence that leave one to each running one (and to it) to grow."""
         headroom = len(self._running) + 1 if self._running else 0
-        return self._kv.shortage(sequence, node) + headroom
+        return self._kv.available - headroom
 
     def _make_room(self, sequence: Sequence, shortage: int) -> bool:
         """Retract the last running sequence if those of lower priority can make up the shortage."""

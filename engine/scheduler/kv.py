@@ -61,13 +61,13 @@ class KVSpace:
         accepted = accepted_epochs(sequence.request, epoch)
         return self._cache.match(sequence.namespace, contents, accepted)
 
-    def shortage(self, sequence: Sequence, node: Node) -> int:
-        """Blocks missing to begin behind ``node``; negative: so many stay available."""
+    def demand(self, sequence: Sequence, node: Node) -> int:
+        """Available blocks that it takes to begin behind ``node``."""
         fresh = sequence.blocks_needed - node.depth
-        return fresh + self._cache.unlocked_on_path(node) - self.available
+        return fresh + self._cache.unlocked_on_path(node)
 
     def begin(self, sequence: Sequence, slot: int, node: Node) -> None:
-        """Place the sequence with all blocks of the tokens it has; there is no shortage."""
+        """Place the sequence with all blocks of the tokens it has; its demand is available."""
         self._cache.lock(node)
         path = node.path()
         shared = [step.block for step in path]

@@ -34,6 +34,7 @@ from engine.wire import Codec, PullSocket, PushSocket
 log = logging.getLogger(__name__)
 
 REPORT_S = 0.5
+CHANGE_REPORT_S = 0.02
 IDLE_WAIT_S = 0.25
 BACKLOG = 1_000  # batches that no detokenizer took; beyond it the rank stops planning
 PLANS = Codec([StepPlan])
@@ -65,12 +66,18 @@ class Reporter:
         }
         self._process = psutil.Process()
         self._sent_at = 0.0
+        self._busy = 0
 
-    def due(self, now: float) -> bool:
-        return now - self._sent_at >= REPORT_S
+    def wait_s(self, now: float, busy: int) -> float:
+        """Seconds until the next report. ``busy``: requests here; a change of it is told soon."""
+        rhythm_s = REPORT_S if busy == self._busy else CHANGE_REPORT_S
+        return max(0.0, self._sent_at + rhythm_s - now)
 
-    def send(self, now: float, **load: Any) -> None:
-        self._sent_at = now
+    def due(self, now: float, busy: int) -> bool:
+        return self.wait_s(now, busy) == 0.0
+
+    def send(self, now: float, busy: int = 0, **load: Any) -> None:
+        self._sent_at, self._busy = now, busy
         rss = self._process.memory_info().rss
         self._socket.send(m.RankLoad(**self._identity, at=now, rss_bytes=rss, **load))
 
@@ -112,12 +119,12 @@ class Leader:
     def run(self, stop: StopFlag) -> None:
         while not stop.requested:
             if self.core.idle:
-                self._inbox.wait(IDLE_WAIT_S)
+                self._inbox.wait(self._reporter.wait_s(time.time(), self._busy))
             for message in self._inbox.drain():
                 self._handle(message)
             self._step()
             self._send()
-            if self._reporter.due(time.time()):
+            if self._reporter.due(time.time(), self._busy):
                 self._report()
 
     def _step(self) -> None:
@@ -147,11 +154,17 @@ class Leader:
             while backlog and socket.send(backlog[0]):
                 backlog.popleft()
 
+    @property
+    def _busy(self) -> int:
+        load = self.core.load()
+        return load.running + load.waiting
+
     def _report(self) -> None:
         now = time.time()
         load = self.core.load()
         self._reporter.send(
             now,
+            busy=load.running + load.waiting,
             state="paused" if self.core.paused else "running",
             epoch=self.runner.epoch,
             tokens_per_s=self._meter.rate(now, load.output_tokens),
@@ -210,7 +223,7 @@ class Follower:
             for plan in self._plans.drain():
                 result = self._runner.forward(plan)
                 self._epoch = result.epoch
-            if self._reporter.due(time.time()):
+            if self._reporter.due(time.time(), 0):
                 self._reporter.send(time.time(), state="running", epoch=self._epoch)
 
 

@@ -9,12 +9,13 @@ Lengths, the same words everywhere: ``prompt_tokens`` were given, ``output_token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from itertools import chain
 from typing import Protocol, TypeVar
 
 import msgspec
 
+from engine.errors import BadRequest
 from engine.messages import (
     DecodeParams,
     Finish,
@@ -43,7 +44,7 @@ class StopChecker(Protocol):
     """Watches the text of one request (engine/detokenizer/stops.py)."""
 
     def push(self, token_id: int) -> str | None:
-        """The stop string or regex source that this token completes."""
+        """The stop string or regex source that this token completes; BadRequest ends it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +63,37 @@ class RequestView:
     retractions: int
 
 
-def never_runs(
+def check_request(
     request: TokenizedGenerateReqInput, info: ModelInfo, context: int, kv_tokens: int
-) -> str:
-    """Why this request can never run (``context`` and ``kv_tokens`` bound it); "" if it can."""
+) -> None:
+    """BadRequest for a request that can never run within ``context`` and ``kv_tokens``."""
     prompt, new = len(request.input_ids), request.sampling.max_new_tokens
     if not prompt:
-        return "the prompt has no tokens"
+        raise BadRequest("the prompt has no tokens")
     if new < 0:
-        return f"max_new_tokens is {new}, it must be at least 0"
+        raise BadRequest(f"max_new_tokens is {new}, it must be at least 0")
     longest = min(context, kv_tokens)
     if prompt + min(new, 1) > longest:
         bound = "the model's context" if context <= kv_tokens else "a rank's KV pool"
         room = " and one new token do" if new else " does"
-        return f"the prompt of {prompt} tokens{room} not fit {bound} of {longest} tokens"
+        raise BadRequest(f"the prompt of {prompt} tokens{room} not fit {bound} of {longest} tokens")
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < info.vocab_size:
-        return f"the prompt has token ids outside 0 .. {info.vocab_size - 1}"
-    if request.logprob is not None and request.logprob.start_len >= prompt:
-        start = request.logprob.start_len
-        return f"logprob_start_len is {start}, it must be below the prompt's {prompt} tokens"
-    return ""
+        raise BadRequest(f"the prompt has token ids outside 0 .. {info.vocab_size - 1}")
+    start = -1 if request.logprob is None else request.logprob.start_len
+    if start >= prompt:
+        raise BadRequest(
+            f"logprob_start_len is {start}, it must be below the prompt's {prompt} tokens"
+        )
+
+
+def abort_for(error: BadRequest) -> Finish:
+    """The end of a request by its own mistake."""
+    return Finish(
+        type="abort",
+        message=error.message,
+        status_code=error.status_code,
+        err_type=error.err_type,
+    )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -90,13 +102,16 @@ class Sequence:
 
     request: TokenizedGenerateReqInput
     sampling: SamplingParams  # with a seed, so that a retracted row repeats itself
-    order: tuple[int, int]  # (-priority, arrival): the smaller runs first and is retracted last
+    arrival: int  # counts accepted requests
     received_at: float
-    block_size: int
-    limit: int = 0  # prompt and output tokens together
-    stop_ids: frozenset[int] = frozenset()
+    info: InitVar[ModelInfo]
+    longest: InitVar[int]  # tokens that context and KV pool allow
     stop_checker: StopChecker | None = None
 
+    order: tuple[int, int] = field(init=False)  # the smaller runs first and is retracted last
+    block_size: int = field(init=False)
+    limit: int = field(init=False)  # prompt and output tokens together
+    stop_ids: frozenset[int] = field(init=False)
     tokens: list[int] = field(init=False)
     prompt_tokens: int = field(init=False)
     namespace: Namespace = field(init=False)
@@ -107,7 +122,7 @@ class Sequence:
     computed: int = 0
     node: Node | None = None  # end of the cached chain that this sequence locks
     waits_for: tuple[Sequence, int] | None = None  # who computes a prefix for us, its tokens
-    room_seen: int = -1  # available blocks when it last did not fit
+    room_seen: int | None = None  # blocks that the core had for it when it last did not fit
 
     block_runs: list[Runs] = field(default_factory=list)  # epochs that wrote each full block
     open_runs: list[tuple[int, int]] = field(default_factory=list)  # and the slots behind them
@@ -124,10 +139,15 @@ class Sequence:
     hidden_width: int = 0
     hidden_end: int = 0  # positions before it are sent or in ``hidden``
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, info: ModelInfo, longest: int) -> None:
+        self.order = (-self.request.priority, self.arrival)
+        self.block_size = info.block_size
         self.tokens = list(self.request.input_ids)
         self.prompt_tokens = len(self.tokens)
         self.namespace = Namespace(self.request.extra_key)
+        self.limit = min(self.prompt_tokens + self.sampling.max_new_tokens, longest)
+        own_ids = () if self.sampling.ignore_eos else info.eos_token_ids
+        self.stop_ids = frozenset((*self.sampling.stop_token_ids, *own_ids))
 
     @property
     def pending(self) -> int:
@@ -197,7 +217,7 @@ class Sequence:
         """Begin in ``slot``; the first ``node.depth`` blocks of ``table`` are full, by ``runs``."""
         self.slot, self.node, self.table, self.block_runs = slot, node, table, runs
         self.computed = node.depth * self.block_size
-        self.waits_for, self.room_seen = None, -1
+        self.waits_for = self.room_seen = None
 
     def leave_place(self) -> None:
         """Forget slot and KV (the caller gives the blocks back); tokens and their runs stay."""
@@ -256,7 +276,10 @@ class Sequence:
             self.token_runs.append((1, epoch))
         matched: int | str | None = token_id if token_id in self.stop_ids else None
         if matched is None and self.stop_checker is not None:
-            matched = self.stop_checker.push(token_id)
+            try:
+                matched = self.stop_checker.push(token_id)
+            except BadRequest as error:  # a regex that takes too long
+                return abort_for(error)
         if matched is not None and self.output_tokens >= self.sampling.min_new_tokens:
             return Finish(type="stop", matched=matched)
         return LENGTH if len(self.tokens) >= self.limit else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,9 @@ from tokenizers import (
     trainers,
 )
 
+from engine.config import home_from_env
+
+EMBEDDED = "SmolLM2-135M-Instruct"
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. 0123456789",
     "Stop here ### and say no more, please! (really)",
@@ -162,4 +166,11 @@ def write_model_dir(
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return directory
+
+
+def embedded_model_dir() -> Path:
+    """The embedded model, for tests marked ``model``."""
+    directory = home_from_env(os.environ) / "models" / EMBEDDED
+    assert (directory / "tokenizer.json").exists(), "run: manage.py model pull"
     return directory

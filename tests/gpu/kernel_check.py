@@ -108,12 +108,25 @@ def copy_bandwidth() -> float:
     return float(2 * COPIED_BYTES / milliseconds / 1e6)
 
 
-def report(*, timed: bool) -> dict[str, Any]:
+def check_graphs(dtype: torch.dtype) -> Outcome:
+    """Decode steps of a whole tiny decoder through engine/model/cuda_graphs.py."""
+    # the engine needs more packages than torch: --kernels-only works without them
+    from tests.gpu.graph_check import largest_graph_error
+
+    error = largest_graph_error(dtype)
+    name = str(dtype).removeprefix("torch.")
+    # a padded batch takes other matrix products: their roundings pass two layers
+    return Outcome("decode graphs", name, error, 8 * TOLERANCE[dtype], replays=True)
+
+
+def report(*, timed: bool, kernels_only: bool) -> dict[str, Any]:
     outcomes = []
     for dtype in DTYPES:
         for case in cases(FULL, dtype):
             outcomes.append(check(case, dtype, timed=timed))
             print(f"{outcomes[-1]}", file=sys.stderr, flush=True)
+        if not kernels_only:
+            outcomes.append(check_graphs(dtype))
         torch.cuda.empty_cache()
     return {
         "device": torch.cuda.get_device_name(),
@@ -128,13 +141,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, help="also write the JSON to this file")
     parser.add_argument("--no-speed", action="store_true", help="correctness and capture alone")
+    parser.add_argument("--kernels-only", action="store_true", help="leave the engine out")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print(
             f"this check needs a CUDA device; torch {torch.__version__} sees none", file=sys.stderr
         )
         return 2
-    result = report(timed=not arguments.no_speed)
+    result = report(timed=not arguments.no_speed, kernels_only=arguments.kernels_only)
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.out:

@@ -22,7 +22,9 @@ CASES = [
     for shape in SHAPES
     for name, scores in SCORES.items()
     for dtype in DTYPES
-    if dtype == torch.float32 or name == "window and cap"
+    # bf16 with every head size, fp16 with one: the interpreter's conversions are slow
+    if dtype == torch.float32
+    or (name == "window and cap" and (dtype == torch.bfloat16 or shape == SHAPES[0]))
 ]
 
 
@@ -35,12 +37,15 @@ def test_decode_agrees(shape: tuple[int, int, int], scores: Scores, dtype: torch
     assert_close(paged_attention(q, cache, scores), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES)
-@pytest.mark.parametrize("split_tokens", [32, 50])
+@pytest.mark.parametrize(
+    "scores", [*SCORES.values(), Scores(0.125, window=64)], ids=[*SCORES, "window of two splits"]
+)
+@pytest.mark.parametrize(
+    ("split_tokens", "dtype"), [(32, torch.float32), (50, torch.float32), (32, torch.bfloat16)]
+)
 def test_split_decode_agrees(split_tokens: int, scores: Scores, dtype: torch.dtype):
-    cache = paged_context([1, 0, 131, 64], kv_heads=2, dim=24, dtype=dtype, block_size=8)
-    q = normal(4, 6, 24, dtype=dtype)
+    cache = paged_context([1, 0, 101, 64], kv_heads=1, dim=24, dtype=dtype, block_size=8)
+    q = normal(4, 3, 24, dtype=dtype)
     expected = paged_attention_reference(q, cache, scores)
     assert_close(paged_attention(q, cache, scores, split_tokens=split_tokens), expected)
 

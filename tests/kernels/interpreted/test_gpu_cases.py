@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from tests.gpu.cases import SMALL, cases
@@ -10,11 +9,10 @@ from tests.gpu.kernel_check import largest_error
 from tests.kernels.inputs import TOLERANCE
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_gpu_check_would_find_every_kernel_right(dtype: torch.dtype):
-    for case in cases(SMALL, dtype):
+def test_the_gpu_check_would_find_every_kernel_right():
+    for case in cases(SMALL, torch.bfloat16):
         error = largest_error(case.run(*case.copies()), case.reference(*case.copies()))
-        assert error <= TOLERANCE[dtype] * case.roundings, case.name
+        assert error <= TOLERANCE[torch.bfloat16] * case.roundings, case.name
         assert case.bytes_moved > 0
 
 

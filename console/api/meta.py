@@ -1,0 +1,147 @@
+"""``meta_info`` and logprob lists in SGLang's shapes, from rows of the engine."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Iterable
+from typing import Any
+
+from console.services import fleet
+from engine.messages import (
+    Finish,
+    InputLogprobs,
+    OutputLogprobs,
+    StrRow,
+    TopLogprobs,
+    join_runs,
+)
+
+Triple = list[Any]  # [logprob, token id, text or None]
+
+
+def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
+    """None while running; ``matched`` and the abort's fields only where they say something."""
+    if finish is None:
+        return None
+    reason: dict[str, Any] = {"type": finish.type}
+    if finish.type == "stop":
+        reason["matched"] = finish.matched
+    elif finish.type == "abort":
+        reason["message"] = finish.message
+        reason["status_code"] = finish.status_code
+        reason["err_type"] = finish.err_type
+    return reason
+
+
+async def provenance(row: StrRow, before: int) -> dict[str, Any]:
+    """Which weights made which output tokens: epochs, labels and the trainer's steps.
+
+    ``before``: output tokens ahead of the row's first one; spans count from the answer's start.
+    """
+    runs = join_runs(row.epochs)
+    labels = await fleet.epoch_labels({epoch for _, epoch in runs}) if runs else {}
+    steps: list[int | None] = []
+    for count, epoch in runs:
+        steps += [labels[epoch].token_step] * count
+    if runs:
+        version: str | None = labels[runs[-1][1]].weight_version
+    else:
+        version = await _version_now() if row.finish is not None else None
+    return {
+        "weight_version": version,
+        "token_steps": steps,
+        "weight_versions": spans(
+            ((count, labels[epoch].weight_version) for count, epoch in runs), before
+        ),
+        "epochs": spans(runs, before),
+    }
+
+
+async def _version_now() -> str | None:
+    """For an answer without a token no weights spoke; what serves now is named instead."""
+    return (await fleet.read_snapshot()).engine.weight_version
+
+
+def spans(runs: Iterable[tuple[int, Any]], start: int) -> list[list[Any]]:
+    """Runs (count, value) -> ``[value, start, end]``, neighbours of equal value joined."""
+    found: list[list[Any]] = []
+    position = start
+    for count, value in runs:
+        if found and found[-1][0] == value:
+            found[-1][2] += count
+        else:
+            found.append([value, position, position + count])
+        position += count
+    return found
+
+
+def output_logprobs(
+    ids: list[int], part: OutputLogprobs | None, texts: dict[int, str] | None
+) -> dict[str, Any]:
+    """``output_token_logprobs`` and its companions, each as long as ``ids``."""
+    if part is None:
+        return {"output_token_logprobs": []}
+    return {
+        "output_token_logprobs": _triples(part.values, ids, texts),
+        **_candidates("output", part.top, part.token_ids, texts),
+    }
+
+
+def input_logprobs(part: InputLogprobs | None, texts: dict[int, str] | None) -> dict[str, Any]:
+    if part is None:
+        return {"input_token_logprobs": []}
+    return {
+        "input_token_logprobs": _triples(part.values, part.ids, texts),
+        **_candidates("input", part.top, part.token_ids, texts),
+    }
+
+
+def _candidates(
+    side: str,
+    top: TopLogprobs | None,
+    token_ids: TopLogprobs | None,
+    texts: dict[int, str] | None,
+) -> dict[str, Any]:
+    return {
+        f"{side}_{name}_logprobs": [
+            _triples(values, ids, texts) for ids, values in zip(part.ids, part.values, strict=True)
+        ]
+        for name, part in (("top", top), ("token_ids", token_ids))
+        if part is not None
+    }
+
+
+def _triples(
+    values: Iterable[float | None], ids: Iterable[int], texts: dict[int, str] | None
+) -> list[Triple]:
+    return [
+        [value, token, texts[token] if texts is not None else None]
+        for value, token in zip(values, ids, strict=True)
+    ]
+
+
+def tokens_of(row: StrRow) -> set[int]:
+    """Every token id that the row's logprob lists name."""
+    found = set(row.output_ids)
+    for part in (row.output_logprobs, row.input_logprobs):
+        if part is None:
+            continue
+        if isinstance(part, InputLogprobs):
+            found.update(part.ids)
+        for lists in (part.top, part.token_ids):
+            for ids in lists.ids if lists is not None else ():
+                found.update(ids)
+    return found
+
+
+def hidden_states(row: StrRow) -> list[list[float]]:
+    """One list of ``width`` floats per position."""
+    if row.hidden is None:
+        return []
+    width, data = row.hidden.width, row.hidden.data
+    return [list(values) for values in struct.iter_unpack(f"<{width}f", data)]
+
+
+def as_base64(data: bytes | None) -> str:
+    return base64.b64encode(data or b"").decode()

@@ -1,0 +1,83 @@
+"""Hints between processes: "this changed", after commit, in at most 4 KB.
+
+A hint is never the truth. Whoever gets one reads the row; whoever misses one learns it by polling.
+Hints travel through the channel layer as one group with one listener per web worker, so that the
+death of the broker touches no socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+from asgiref.sync import async_to_sync
+from channels.layers import BaseChannelLayer, get_channel_layer
+from django.core.exceptions import ImproperlyConfigured
+from django.db import transaction
+from redis.exceptions import RedisError
+
+log = logging.getLogger(__name__)
+
+GROUP = "hints"
+HINT_BYTES = 4096
+RECEIVE_S = 5.0  # then the group is joined again: a restarted broker has forgotten its members
+RETRY_S = 1.0
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Something that other processes may want to know."""
+
+
+class SessionEnded(Event, frozen=True):
+    """Somebody signed out: their sockets close. ``session`` is a digest of the session's key."""
+
+    session: str
+
+
+class KeyRevoked(Event, frozen=True):
+    key_id: int
+
+
+Known = SessionEnded | KeyRevoked
+
+
+def publish_on_commit(event: Known) -> None:
+    """Tells every web worker once the transaction is through. Call it from synchronous code."""
+    data = msgspec.json.encode(event)
+    if len(data) > HINT_BYTES:
+        raise ValueError(f"a hint has {len(data)} bytes, the limit is {HINT_BYTES}")
+    transaction.on_commit(lambda: _send(data.decode()))
+
+
+def _layer() -> BaseChannelLayer:
+    layer = get_channel_layer()
+    if layer is None:
+        raise ImproperlyConfigured("CHANNEL_LAYERS has no default layer")
+    return layer
+
+
+def _send(data: str) -> None:
+    try:
+        async_to_sync(_layer().group_send)(GROUP, {"type": "hint", "data": data})
+    except (RedisError, OSError) as error:
+        log.warning("a hint was lost (polling makes up for it): %s", error)
+
+
+async def listen(handle: Callable[[Known], None]) -> None:
+    """Calls ``handle`` for each hint until cancelled; survives a broker that comes and goes."""
+    layer = _layer()
+    while True:
+        try:
+            channel = await layer.new_channel()
+            while True:
+                await layer.group_add(GROUP, channel)
+                try:
+                    message = await asyncio.wait_for(layer.receive(channel), RECEIVE_S)
+                except TimeoutError:
+                    continue
+                handle(msgspec.json.decode(message["data"], type=Known))
+        except (RedisError, OSError) as error:
+            log.warning("no hints for now: %s", error)
+            await asyncio.sleep(RETRY_S)

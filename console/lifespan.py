@@ -1,0 +1,86 @@
+"""Opening and closing of this web worker, as ASGI's lifespan events ask for it.
+
+The worker is open before it is ready: it answers ``/health`` at once and ``/ready`` when the engine
+has answered, so a slow engine start never looks like a dead worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from channels.db import database_sync_to_async
+from django.conf import settings
+
+from console import events
+from console.services import keys, record
+from console.worker import Worker, this_worker
+from engine.client import EngineClient
+
+log = logging.getLogger(__name__)
+
+
+class Lifespan:
+    """The ASGI application of the ``lifespan`` scope."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __call__(
+        self,
+        scope: dict[str, Any],
+        receive: Callable[[], Awaitable[dict[str, Any]]],
+        send: Callable[[dict[str, Any]], Awaitable[None]],
+    ) -> None:
+        worker = this_worker()
+        await receive()
+        await self._open(worker)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._close(worker)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _open(self, worker: Worker) -> None:
+        await database_sync_to_async(record.fail_lost_answers)(worker.id)
+        worker.client = await EngineClient.connect(
+            settings.QUARTERDECK_RUN_FILE,
+            kind="web",
+            worker_id=worker.id,
+            via=worker.unix_path,
+        )
+        worker.client.subscribe(worker.feed.put)
+        worker.client.subscribe(worker.lineage.note)
+        self._tasks = [
+            asyncio.create_task(worker.feed.watch(), name="fleet-feed"),
+            asyncio.create_task(worker.sockets.sweep(), name="socket-sweep"),
+            asyncio.create_task(events.listen(on_hint), name="hints"),
+        ]
+
+    async def _close(self, worker: Worker) -> None:
+        await leave(worker)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if worker.client is not None:
+            await worker.client.close()
+            worker.client = None
+        await worker.valkey.aclose()
+
+
+async def leave(worker: Worker) -> None:
+    """Refuses what is new and aborts what runs, while the sockets can still be told."""
+    worker.leaving = True
+    await worker.hub.close()
+
+
+def on_hint(event: events.Known) -> None:
+    """What a web worker does about a hint; none of it is needed for truth, only for speed."""
+    sockets = this_worker().sockets
+    match event:
+        case events.SessionEnded():
+            sockets.end_session(event.session)
+        case events.KeyRevoked():
+            keys.forget(event.key_id)
+            sockets.end_key(event.key_id)

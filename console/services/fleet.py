@@ -1,0 +1,43 @@
+"""True reads of the fleet: one round trip to the router each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from console.services.feed import as_json, unreachable
+from console.worker import this_worker
+from engine.errors import DeadlineExceeded, EngineUnreachable, QuarterdeckError
+from engine.messages import EpochLabel, FleetSnapshot, GetEpochReqInput
+
+READ_DEADLINE_S = 5.0
+
+
+async def read_snapshot() -> FleetSnapshot:
+    """Raises ``EngineUnreachable`` and ``DeadlineExceeded``."""
+    return await this_worker().engine.fleet()
+
+
+async def read_fleet() -> dict[str, Any]:
+    """The fleet as plain data; a picture that says why when no engine answers."""
+    try:
+        return as_json(await read_snapshot())
+    except (EngineUnreachable, DeadlineExceeded) as error:
+        return as_json(unreachable(error.message))
+
+
+async def epoch_labels(epochs: set[int]) -> dict[int, EpochLabel]:
+    """Version and trainer's step of each epoch."""
+    return await this_worker().lineage.labels(epochs, read_snapshot)
+
+
+async def read_epoch(epoch: int) -> dict[str, Any]:
+    """All that the router knows of one epoch. Raises ``NotFound``."""
+    reply = await this_worker().engine.call(
+        GetEpochReqInput, deadline_s=READ_DEADLINE_S, epoch=epoch
+    )
+    if not reply.success:
+        raise QuarterdeckError(
+            reply.message, status_code=reply.status_code, err_type=reply.err_type
+        )
+    [found] = reply.result["epochs"]
+    return {"epoch": epoch, **found}

@@ -1,0 +1,246 @@
+// Playground page: composer, transcript, routes and parameters around the chat streams.
+
+import { get } from "./api.js";
+import { ChatClient } from "./chat-client.js";
+import { isLive, tokenCount } from "./chat-stream.js";
+import { ConversationList } from "./conversations.js";
+import { fill, h, icon, setData } from "./dom.js";
+import { plural } from "./format.js";
+import { addCommands } from "./palette.js";
+import { Params } from "./params.js";
+import { RoutePicker } from "./routes.js";
+import { Transcript } from "./transcript.js";
+
+const TITLE_LENGTH = 60;
+const TALLEST_INPUT_PX = 240;
+
+const page = document.getElementById("playground");
+const composer = document.getElementById("composer");
+const input = composer.elements.text;
+const openedId = Number(page.dataset.conversation) || null;
+
+const client = new ChatClient();
+const params = new Params(document.getElementById("params"));
+const picker = new RoutePicker(document.getElementById("routes"), new URLSearchParams(location.search).get("route"));
+const conversations = new ConversationList(document.getElementById("conversations"), openedId);
+const transcript = new Transcript({
+  scroller: document.getElementById("transcript"), list: document.getElementById("turns"), toEnd: document.getElementById("to-end"),
+  onSend: sendAt, onBranch: showBranch,
+});
+
+// Where the next question goes: behind message `parent` of `conversation` (null: a new one). Side by
+// side each route has a place of its own, so each column goes on with what its own rank answered.
+let place = { conversation: openedId, parent: null };
+const columns = new Map(); // route -> place
+let stored = []; // messages of the conversation as the server has them
+
+// -- sending and stopping --
+
+function send(text, routes, at) {
+  const sent = params.read();
+  if (!sent) {
+    showSide(true);
+    return false;
+  }
+  if (!routes.length) {
+    say("Choose at least one worker or rank.");
+    return false;
+  }
+  const sideBySide = routes.length > 1;
+  if (!sideBySide) columns.clear();
+  const answers = routes.map((route) => {
+    const { conversation, parent } = (sideBySide && columns.get(route)) || at;
+    return client.start({ text, route, params: sent, conversation, parent });
+  });
+  transcript.add(text, answers, at);
+  document.getElementById("no-turns").hidden = true;
+  transcript.toEnd(true);
+  drawComposer();
+  return true;
+}
+
+/** Asks anew at the place of an earlier turn: a branch, except at the very start. */
+function sendAt(text, turn) {
+  if (client.live().length) {
+    say("One answer at a time: stop the running one first.");
+    return;
+  }
+  const isBranch = turn.place.parent !== null || turn.place.conversation === null;
+  const at = isBranch ? turn.place : place;
+  columns.clear();
+  if (send(text, turn.answers.length > 1 ? turn.answers.map(({ route }) => route) : picker.routes(), at) && isBranch) {
+    const sent = transcript.turns.pop();
+    transcript.cutFrom(turn);
+    transcript.turns.push(sent);
+  }
+}
+
+function stopAll() {
+  for (const answer of client.live()) client.stop(answer);
+}
+
+function submit() {
+  const text = input.value.trim();
+  if (!text || client.live().length || !send(text, picker.routes(), place)) return;
+  input.value = "";
+  fitInput();
+  drawComposer();
+}
+
+// -- composer --
+
+composer.addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (client.live().length) stopAll();
+  else submit();
+});
+input.addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  submit();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !document.querySelector("dialog[open]") && client.live().length) stopAll();
+});
+input.addEventListener("input", () => {
+  fitInput();
+  drawComposer();
+});
+
+function fitInput() {
+  input.style.height = "auto";
+  input.style.height = `${Math.min(input.scrollHeight + 2, TALLEST_INPUT_PX)}px`;
+}
+
+function drawComposer() {
+  const button = composer.querySelector("button[type=submit]");
+  const live = client.live();
+  const stopping = live.length > 0 && live.every(({ phase }) => phase === "stopping");
+  button.disabled = stopping || (!live.length && !input.value.trim());
+  const shown = live.length ? "Stop" : "Send";
+  if (button.dataset.shown === shown) return;
+  button.dataset.shown = shown;
+  button.classList.toggle("primary", !live.length);
+  button.replaceChildren(icon(live.length ? "stop" : "send"), shown, h("kbd", {}, live.length ? "Esc" : "Ctrl ⏎"));
+}
+
+// -- news from the streams --
+
+client.addEventListener("answer", ({ detail: answer }) => {
+  transcript.changed(answer);
+  if (answer.next === 1) began(answer);
+  if (!isLive(answer)) ended(answer);
+  drawComposer();
+});
+
+function began(answer) {
+  if (answer.conversation === null) return; // chats of API keys are not stored
+  const turn = transcript.turns.find(({ answers }) => answers.includes(answer));
+  if (!turn) return;
+  const behind = { conversation: answer.conversation, parent: answer.message };
+  if (turn.answers.length > 1) columns.set(answer.route, behind);
+  conversations.touch(answer.conversation, turn.text.slice(0, TITLE_LENGTH));
+  if (turn.answers[0] !== answer) return;
+  place = behind;
+  history.replaceState(null, "", `/playground/${place.conversation}/`);
+  conversations.setCurrent(place.conversation);
+}
+
+function ended(answer) {
+  const words = { done: "Answer finished", stopped: "Answer stopped", failed: "Answer failed", lost: "Answer lost" }[answer.phase];
+  if (words) say(`${words}, ${plural(tokenCount(answer), "token")}.`);
+  if (!client.live().length && !columns.size) refreshBranches();
+}
+
+client.addEventListener("refused", ({ detail: error }) => say(error.message));
+client.addEventListener("connection", drawConnection);
+
+function drawConnection() {
+  const box = document.getElementById("chat-connection");
+  const { name, retryAt } = client.connection;
+  const words = {
+    open: "", connecting: "Connecting", refused: "Signed out: reload the page to sign in",
+    waiting: `Not connected, next try in ${Math.max(1, Math.ceil((retryAt - Date.now()) / 1000))} s`,
+  };
+  box.hidden = name === "open";
+  setData(box.querySelector(".dot"), "tone", name === "refused" ? "bad" : "warn");
+  fill(box, { text: words[name] });
+}
+
+function say(text) {
+  document.getElementById("playground-say").textContent = text;
+}
+
+// -- the stored conversation --
+
+async function readStored() {
+  const found = await get(`/api/conversations/${place.conversation}`);
+  stored = found.messages;
+  document.title = `${found.title} · Quarterdeck`;
+}
+
+async function refreshBranches() {
+  if (place.conversation === null) return;
+  try {
+    await readStored();
+    transcript.setBranches(stored, place.parent);
+  } catch (error) {
+    say(error.message);
+  }
+}
+
+function showBranch(head) {
+  place = { ...place, parent: head };
+  transcript.showStored(place.conversation, stored, head);
+  transcript.toEnd(true);
+}
+
+async function open() {
+  const loading = document.getElementById("loading");
+  loading.hidden = openedId === null;
+  try {
+    if (openedId !== null) {
+      await readStored();
+      showBranch(stored.at(-1)?.id ?? null);
+    }
+  } catch (error) {
+    say(error.message);
+    place = { conversation: null, parent: null };
+  }
+  loading.hidden = true;
+  for (const { answer, text } of client.restore()) {
+    if (answer.conversation !== openedId || transcript.putLive(answer)) continue;
+    transcript.add(text, [answer], place);
+    if (answer.message !== null) place = { ...place, parent: answer.message };
+  }
+  document.getElementById("no-turns").hidden = transcript.turns.length > 0;
+  transcript.toEnd(true);
+  drawComposer();
+}
+
+// -- panels --
+
+function showPanel(name, isOpen) {
+  setData(page, name, isOpen ? "open" : "closed");
+  document.getElementById(`toggle-${name}`).setAttribute("aria-expanded", String(isOpen));
+  if (!narrow) localStorage.setItem(`qd.${name}`, isOpen ? "open" : "closed");
+}
+
+function showSide(isOpen) {
+  showPanel("side", isOpen);
+}
+
+const narrow = matchMedia("(max-width: 1000px)").matches;
+for (const name of ["side", "list"]) {
+  showPanel(name, !narrow && localStorage.getItem(`qd.${name}`) !== "closed");
+  document.getElementById(`toggle-${name}`).addEventListener("click", () => showPanel(name, page.dataset[name] !== "open"));
+}
+addCommands(() => [
+  { label: "New conversation", kind: "Playground", icon: "plus", run: () => { location.href = "/playground/"; } },
+  { label: "Stop all answers", kind: "Playground", icon: "stop", run: stopAll },
+]);
+
+open();
+drawConnection();
+setInterval(() => client.connection.name === "waiting" && drawConnection(), 1000);
+if (!narrow) input.focus();

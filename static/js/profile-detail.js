@@ -1,0 +1,79 @@
+// One profile: ranks, summary, lanes, files.
+//
+// GET /api/profiles/ID -> {profile: as in profiles.js plus {reason, ranks: [{dp, tp, state, message, events, bytes,
+//   offset_us, uncertainty_us}], files: [{name, bytes, url}], viewer_url, clock_method},
+//   summary: null or {top_ops: [{name, count, total_us, share}], ranks: [{name, busy, communication, idle, straggler_us}]}}
+
+import "./lanes.js";
+import { startActions } from "./action-sheet.js";
+import { get } from "./api.js";
+import { fill, h, setData } from "./dom.js";
+import { bytes, count, percent, when } from "./format.js";
+import { jobTone, jobsFeed } from "./jobs-feed.js";
+import { micros } from "./lane-math.js";
+import { ranksInWords } from "./profile-words.js";
+import { setFacts } from "./sheet.js";
+
+const page = document.getElementById("profile");
+const id = page.dataset.profile;
+
+function body(name) {
+  return page.querySelector(`#${name} tbody`);
+}
+
+function cell(text, kind = "") {
+  return h("td", { class: kind }, text);
+}
+
+function drawRanks(ranks) {
+  body("profile-ranks").replaceChildren(...ranks.map((rank) => {
+    const state = h("span", { class: "state" }, h("span", { class: "dot" }), rank.state);
+    setData(state.firstChild, "tone", jobTone(rank.state));
+    const clock = rank.offset_us === null ? "not aligned" : `${micros(Math.abs(rank.offset_us))} ± ${micros(rank.uncertainty_us)}`;
+    return h("tr", {}, cell(`dp${rank.dp} · tp${rank.tp}`), h("td", {}, state), cell(count(rank.events), "num"), cell(bytes(rank.bytes), "num"), cell(clock, "num"), cell(rank.message, "dim"));
+  }));
+}
+
+function drawSummary(summary) {
+  page.querySelector("[data-summary]").hidden = !summary;
+  if (!summary) return;
+  body("top-ops").replaceChildren(...summary.top_ops.map((op) => {
+    const meter = h("span", { class: "meter" }, h("span"));
+    meter.firstChild.style.width = percent(op.share).replace(" ", "");
+    return h("tr", {}, cell(op.name, "mono cut source"), h("td", { class: "progress" }, meter, h("span", { class: "small dim" }, percent(op.share))), cell(micros(op.total_us), "num"), cell(count(op.count), "num"));
+  }));
+  body("busy").replaceChildren(...summary.ranks.map((rank) => h("tr", {}, cell(rank.name), cell(percent(rank.busy), "num"), cell(percent(rank.communication), "num"), cell(percent(rank.idle), "num"),
+    cell(rank.straggler_us > 0 ? `${micros(rank.straggler_us)} behind` : "–", "num"))));
+}
+
+function draw({ profile, summary }) {
+  fill(page, { state: profile.state, ranks: ranksInWords(profile) });
+  setData(page.querySelector(".job-state .dot"), "tone", profile.state === "ready" ? "ok" : profile.state === "partial" ? "warn" : jobTone(profile.state));
+  setFacts(page.querySelector("dl.facts"), [
+    ["Taken", when(profile.created_at)], ["By", profile.actor], ["Reason", profile.reason], ["Steps", count(profile.steps)], ["Size", bytes(profile.bytes)],
+    ["Largest token gap it caused", profile.largest_gap_ms === null ? null : `${Math.round(profile.largest_gap_ms)} ms`], ["Clocks aligned by", profile.clock_method], ["Note", profile.note],
+  ]);
+  page.querySelector("[data-files]").replaceChildren(...profile.files.map((file) => h("li", {}, h("a", { href: file.url, download: true }, file.name), " ", h("span", { class: "faint" }, bytes(file.bytes)))));
+  const viewer = page.querySelector("[data-viewer]");
+  viewer.hidden = !profile.viewer_url;
+  viewer.href = profile.viewer_url ?? "";
+  drawRanks(profile.ranks);
+  drawSummary(summary);
+}
+
+async function refresh() {
+  const problem = document.getElementById("profile-problem");
+  try {
+    draw(await get(`/api/profiles/${id}`));
+    problem.hidden = true;
+    page.querySelector(".loaded").hidden = false;
+  } catch (error) {
+    problem.hidden = false;
+    fill(problem, { text: error.message });
+  }
+}
+
+jobsFeed.watch();
+jobsFeed.addEventListener("job", ({ detail: job }) => job.kind === "profile" && refresh());
+startActions();
+refresh();

@@ -1,0 +1,61 @@
+"""Chromium for the browser tests: found on the machine, or skipped with one visible line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from playwright.sync_api import sync_playwright
+
+from tests.e2e.serving import PASSWORD, serving
+
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
+    "--disable-component-update", "--no-first-run", "--disable-quic",
+]  # fmt: skip
+
+
+def chromium_path() -> str | None:
+    return (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    path = chromium_path()
+    if path is None:
+        if os.environ.get("QUARTERDECK_REQUIRE_BROWSER"):
+            pytest.fail("no Chromium on this machine, and QUARTERDECK_REQUIRE_BROWSER is set")
+        pytest.skip("no Chromium on this machine: browser tests skipped")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory, chromium):
+    with serving(tmp_path_factory.mktemp("browser"), SCRIPTED_STEP_S="0.02") as running:
+        yield running
+
+
+@pytest.fixture
+def page(chromium, served):
+    """A signed-in page; a JavaScript error or a CSP violation fails the test."""
+    context = chromium.new_context(viewport={"width": 1440, "height": 900})
+    page = context.new_page()
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda m: problems.append(m.text) if "Content Security" in m.text else None)
+    page.goto(served.url)
+    page.get_by_label("User").fill("admin")
+    page.get_by_label("Password").fill(PASSWORD)
+    page.get_by_role("button", name="Sign in").click()
+    page.wait_for_url("**/fleet/")
+    yield page
+    context.close()
+    assert not problems

@@ -1,0 +1,269 @@
+"""Settings, database, secrets, headers, imports: what everything else stands on."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from django.core.checks import run_checks
+from django.db import connection
+from django.test import Client
+
+from console.apps import check_connections, check_layer, check_pragmas
+from console.secrets import persistent_secret
+from console.version import VERSION
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def in_a_new_process(code: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "QUARTERDECK_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("QUARTERDECK_WORKERS", "two"),
+        ("QUARTERDECK_WORKERS", "0"),
+        ("QUARTERDECK_RESUME_GRACE_S", "-1"),
+        ("QUARTERDECK_DTYPE", "fp7"),
+        ("QUARTERDECK_DP", "0"),
+    ],
+)
+def test_a_bad_setting_stops_the_start_with_a_sentence(name, value, tmp_path):
+    code = "import sys; sys.argv = ['manage.py', 'check']; import manage; manage.main()"
+    done = in_a_new_process(code, tmp_path, **{name: value})
+    assert done.returncode == 1
+    assert done.stderr.startswith("Configuration: ")
+    assert name.removeprefix("QUARTERDECK_").lower() in done.stderr.lower()
+    assert "Traceback" not in done.stderr
+
+
+def test_only_the_settings_read_the_environment():
+    reads = re.compile(r"os\.environ\.get|os\.getenv|os\.environ\[[^]]+\](?! =)|from_env\(")
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "console").rglob("*.py")
+        if reads.search(path.read_text())
+    }
+    assert readers == {"console/settings.py"}
+
+
+def test_a_home_too_deep_for_sockets_gets_a_short_private_place(tmp_path):
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    code = "from django.conf import settings as s; print(s.QUARTERDECK_SOCKETS)"
+    done = in_a_new_process(
+        code, deep, DJANGO_SETTINGS_MODULE="console.settings", QUARTERDECK_HOME=str(deep)
+    )
+    assert len(done.stdout.strip()) < 80, done.stderr
+
+
+def test_the_version_is_the_one_of_pyproject_and_changelog():
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert pyproject["project"]["version"] == VERSION
+    assert VERSION in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_secret_is_made_once_and_is_private(tmp_path):
+    path = tmp_path / "home" / "secret.key"
+    first = persistent_secret(path)
+    assert persistent_secret(path) == first
+    assert len(first) > 60
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["secret.key"]
+
+
+# ---------------------------------------------------------------- database
+
+
+@pytest.mark.django_db
+def test_sqlite_took_the_options_that_were_meant_for_it():
+    assert check_pragmas(None, databases=["default"]) == []
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA journal_mode")
+        assert cursor.fetchone() == ("wal",)
+
+
+@pytest.mark.django_db
+def test_options_in_the_wrong_place_are_reported(monkeypatch):
+    monkeypatch.setitem(connection.settings_dict, "OPTIONS", {})
+    with connection.cursor() as cursor:
+        cursor.execute("PRAGMA busy_timeout = 5")
+    try:
+        found = {check.id for check in check_pragmas(None, databases=["default"])}
+        assert found == {"console.E004", "console.E006"}
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("PRAGMA busy_timeout = 20000")
+
+
+WRITER = """
+import django, sys, time
+django.setup()
+from django.db import transaction
+from console.models import ApiKey
+deadline, done = time.monotonic() + 3, 0
+while time.monotonic() < deadline:
+    with transaction.atomic():
+        key = ApiKey.objects.get()
+        key.max_new_tokens += 1
+        key.save()
+    done += 1
+print(done)
+"""
+
+
+def test_two_processes_that_read_and_write_never_meet_a_locked_database(tmp_path):
+    """C8: deferred transactions would fail here at once, whatever the timeout."""
+    env = {"DJANGO_SETTINGS_MODULE": "console.settings"}
+    prepare = (
+        "import django; django.setup()\n"
+        "from django.core.management import call_command; call_command('migrate', verbosity=0)\n"
+        "from console.services.keys import create_key; create_key(name='n', scopes=['control'])"
+    )
+    made = in_a_new_process(prepare, tmp_path, **env)
+    assert made.returncode == 0, made.stderr
+    full = {**os.environ, **env, "QUARTERDECK_HOME": str(tmp_path)}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER],
+            cwd=ROOT,
+            env=full,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [writer.communicate(timeout=60) for writer in writers]
+    assert all(writer.returncode == 0 for writer in writers), outputs
+    done = sum(int(out) for out, _ in outputs)
+    count = (
+        "import django; django.setup()\n"
+        "from console.models import ApiKey; print(ApiKey.objects.get().max_new_tokens)"
+    )
+    assert int(in_a_new_process(count, tmp_path, **env).stdout) == done > 20
+
+
+# ---------------------------------------------------------------- checks
+
+
+def test_the_project_passes_its_own_checks(settings):
+    settings.QUARTERDECK_WORKERS = 1  # the tests' in-memory layer allows no more
+    assert run_checks() == []
+
+
+def test_an_in_memory_layer_with_two_workers_is_refused(settings):
+    settings.QUARTERDECK_WORKERS = 2
+    assert [error.id for error in check_layer(None)] == ["console.E002"]
+    settings.QUARTERDECK_WORKERS = 1
+    assert check_layer(None) == []
+
+
+def test_persistent_connections_are_refused(settings, monkeypatch):
+    monkeypatch.setitem(settings.DATABASES["default"], "CONN_MAX_AGE", 60)
+    assert [error.id for error in check_connections(None)] == ["console.E003"]
+
+
+def test_a_route_that_declares_no_access_is_an_error_at_start(settings):
+    from django.http import HttpResponse
+    from django.urls import path
+
+    from console.apps import check_routes
+
+    class Routes:
+        urlpatterns = [path("forgotten", lambda request: HttpResponse())]
+
+    settings.ROOT_URLCONF = Routes
+    [error] = check_routes(None)
+    assert error.id == "console.E001"
+    assert "forgotten" in error.msg
+
+
+# ---------------------------------------------------------------- headers
+
+
+PAGES = ["/fleet/", "/playground/", "/connect/", "/keys/", "/admin/"]
+
+
+def assert_safe(response):
+    policy = response["Content-Security-Policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert response["X-Content-Type-Options"] == "nosniff"
+    assert response["X-Frame-Options"] == "DENY"
+    assert response["X-Quarterdeck-Worker"] == response["X-Quarterdeck-Via"] == "1"
+
+
+def test_every_page_carries_the_policy_and_no_inline_script(make_user, client):
+    user = make_user("admin", is_staff=True, is_superuser=True)
+    assert_safe(client.get("/"))
+    client.force_login(user)
+    for page in PAGES:
+        response = client.get(page)
+        assert response.status_code == 200, page
+        assert_safe(response)
+        html = response.content.decode()
+        scripts = re.findall(r"<script\b([^>]*)>", html)
+        assert all("src=" in s or "application/json" in s for s in scripts), page
+        assert not re.search(r"\son\w+=|\sstyle=|<style", html), page
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/nothing", "/static/x.js"])
+def test_every_answer_names_its_worker(path, database):
+    assert_safe(Client().get(path))
+
+
+def test_signing_in_goes_to_the_fleet_and_signing_out_to_the_form(make_user):
+    browser = Client()
+    make_user("operator")
+    assert browser.get("/").status_code == 200
+    wrong = browser.post("/", {"username": "operator", "password": "wrong"})
+    assert wrong.status_code == 200
+    assert wrong.context["form"].errors
+    entered = browser.post("/", {"username": "operator", "password": "pw"})
+    assert entered["Location"] == "/fleet/"
+    assert browser.get("/")["Location"] == "/fleet/"
+    assert browser.get("/logout/").status_code == 405
+    assert browser.post("/logout/")["Location"] == "/"
+    assert browser.get("/fleet/")["Location"] == "/?next=/fleet/"
+
+
+def test_the_sign_in_returns_to_our_own_pages_only(make_user):
+    make_user("operator")
+    form = {"username": "operator", "password": "pw", "next": "https://evil.example/"}
+    assert Client().post("/", form)["Location"] == "/fleet/"
+
+
+# ---------------------------------------------------------------- imports
+
+
+def test_a_web_worker_imports_no_torch_triton_or_transformers(tmp_path):
+    code = (
+        "import sys, console.asgi, console.serving\n"
+        "heavy = {'torch', 'triton', 'transformers', 'safetensors'} & set(sys.modules)\n"
+        "print(heavy)"
+    )
+    assert in_a_new_process(code, tmp_path).stdout.strip() == "set()"
+
+
+def test_settings_stay_short():
+    assert len((ROOT / "console/settings.py").read_text().splitlines()) < 200
