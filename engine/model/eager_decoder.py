@@ -131,11 +131,15 @@ class EagerDecoder:
                 query,
                 context,
                 scores,
-                longest=batch.longest_context,
+                longest=batch.longest_context or None,
                 split_tokens=self._split_tokens,
             )
         return paged_prefill(
-            query, batch.query_starts, context, scores, longest_chunk=batch.longest_chunk
+            query,
+            batch.query_starts,
+            context,
+            scores,
+            longest_chunk=batch.longest_chunk or batch.tokens,
         )
 
     def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:

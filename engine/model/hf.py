@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,9 +45,16 @@ class HfBackend:
     weight_form = "plain"
 
     def __init__(
-        self, directory: ModelDirectory, *, dtype: torch.dtype, num_blocks: int, block_size: int
+        self,
+        directory: ModelDirectory,
+        *,
+        paths: tuple[Path, ...],
+        dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
     ) -> None:
         self.model = _load(directory, dtype)
+        _overlay(self.model, [path for path in paths if path != directory.path])
         self._step = _Step(layers={})
         for module in self.model.modules():
             if hasattr(module, "layer_idx"):
@@ -116,6 +124,17 @@ def _load(directory: ModelDirectory, dtype: torch.dtype) -> Any:
         names = ", ".join(sorted(report["missing_keys"])[:5])
         raise ConfigError(f"{directory.path} lacks {len(report['missing_keys'])} tensors: {names}")
     return model.eval()
+
+
+def _overlay(model: Any, paths: list[Path]) -> None:
+    """Puts the weights of later epochs over those of the model's own directory."""
+    checkpoint = Checkpoint(*paths)
+    parameters: dict[str, torch.Tensor] = model.state_dict()
+    unknown = sorted(checkpoint.names - parameters.keys())
+    if unknown:
+        raise ConfigError(f"{paths[-1]} has tensors that this model lacks: {unknown[:5]}")
+    for name in checkpoint.names:
+        parameters[name].copy_(checkpoint.read(name))
 
 
 def _attend(

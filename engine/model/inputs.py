@@ -23,7 +23,8 @@ class Batch:
     query_starts: int32 [rows + 1], the tokens of row r are ``query_starts[r]:query_starts[r+1]``.
     context_lengths: int32 [rows], tokens of the row that are in the cache after this step.
     block_tables: int32 [rows, blocks of the longest row], padded with 0.
-    longest_chunk, longest_context: the most new tokens and the longest context of a row.
+    longest_chunk, longest_context: the most new tokens and the longest context of a row, as far
+    as the host knows them; 0 says that it does not.
     """
 
     token_ids: torch.Tensor
@@ -33,8 +34,8 @@ class Batch:
     context_lengths: torch.Tensor
     block_tables: torch.Tensor
     block_size: int
-    longest_chunk: int
-    longest_context: int
+    longest_chunk: int = 0
+    longest_context: int = 0
 
     @property
     def rows(self) -> int:

@@ -18,7 +18,7 @@ from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Layout, Shard, assemble, layout
-from engine.model.loader import Checkpoint, ModelDirectory
+from engine.model.loader import Checkpoint, ModelDirectory, weight_paths
 from engine.model.native_build import load_library
 from engine.model.native_ops import CpuDecoder
 from engine.model.spec import DecoderSpec, RotarySpec
@@ -94,7 +94,7 @@ def _make_decoder(
     tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
-    parts, checkpoint = layout(spec, shard), Checkpoint(directory.path)
+    parts, checkpoint = layout(spec, shard), Checkpoint(*weight_paths(config))
     if library is not None:
         return CpuDecoder(
             library,

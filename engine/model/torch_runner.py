@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import InputLogprobs, TopLogprobs
 from engine.model.inputs import Batch, build
-from engine.model.loader import ModelDirectory
+from engine.model.loader import ModelDirectory, weight_paths
 from engine.model.native import NativeBackend
 from engine.model.runner import model_info
 from engine.model.sampler import Sampler, best, chosen
@@ -136,6 +136,7 @@ def _make_backend(config: EngineConfig, directory: ModelDirectory, group: Group 
     limits = config.limits
     return HfBackend(
         directory,
+        paths=weight_paths(config),
         dtype=dtype,
         num_blocks=limits.kv_tokens // limits.block_tokens,
         block_size=limits.block_tokens,

@@ -25,25 +25,6 @@ class Group:
         self.rank = rank
         self.size = size
 
-    @staticmethod
-    def join(config: EngineConfig, *, dp: int, tp: int, start: int) -> Group | None:
-        """Blocks until all ranks of the dp group are there; None when the group is one rank.
-
-        ``start`` counts the starts of the dp group, so that a restart meets at a file of its own.
-        """
-        if config.tp == 1:
-            return None
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no other way to be told
-        meeting = Path(config.run_dir) / f"tp-{config.generation}-{dp}-{start}"
-        distributed.init_process_group(
-            "nccl" if config.device == "cuda" else "gloo",
-            init_method=f"file://{meeting}",
-            rank=tp,
-            world_size=config.tp,
-            timeout=timedelta(seconds=config.collective_timeout_s),
-        )
-        return Group(tp, config.tp)
-
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """``tensor`` becomes the sum over the ranks, in place."""
         distributed.all_reduce(tensor)
@@ -56,3 +37,22 @@ class Group:
 
     def leave(self) -> None:
         distributed.destroy_process_group()
+
+
+def make_group(config: EngineConfig, *, dp: int, tp: int, start: int) -> Group | None:
+    """Blocks until all ranks of the dp group are there; None for a group of one.
+
+    ``start`` counts the starts of the dp group, so that a restart meets at a file of its own.
+    """
+    if config.tp == 1:
+        return None
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo has no other way to be told
+    meeting = Path(config.run_dir) / f"tp-{config.generation}-{dp}-{start}"
+    distributed.init_process_group(
+        "nccl" if config.device == "cuda" else "gloo",
+        init_method=f"file://{meeting}",
+        rank=tp,
+        world_size=config.tp,
+        timeout=timedelta(seconds=config.collective_timeout_s),
+    )
+    return Group(tp, config.tp)
