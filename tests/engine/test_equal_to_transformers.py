@@ -1,7 +1,7 @@
 """SmolLM2 in fp32: greedy ids are plain transformers', however the scheduler computed them.
 
 The real core drives the real runner in this process; transformers generates each prompt alone. The
-fast suite takes 16 prompts, ``make soak`` 100.
+fast suite takes 8 prompts, ``make soak`` 100.
 """
 
 from __future__ import annotations
@@ -20,28 +20,10 @@ from tests.engine.model.conftest import EMBEDDED
 pytestmark = pytest.mark.model
 NEW_TOKENS = 12
 BACKENDS = ("native", "hf")
-COUNTRIES = [
-    "France",
-    "Japan",
-    "Brazil",
-    "Kenya",
-    "Norway",
-    "Canada",
-    "India",
-    "Mexico",
-    "Egypt",
-    "Spain",
-    "Poland",
-    "Chile",
-    "Ghana",
-    "Turkey",
-    "Nepal",
-    "Cuba",
-    "Peru",
-    "Iran",
-    "Italy",
-    "Greece",
-]
+COUNTRIES = (
+    "France Japan Brazil Kenya Norway Canada India Mexico Egypt Spain "
+    "Poland Chile Ghana Turkey Nepal Cuba Peru Iran Italy Greece"
+)
 QUESTIONS = (
     "What is the capital of {}?",
     "Write one sentence about the weather in {}.",
@@ -49,12 +31,12 @@ QUESTIONS = (
     "The history of {} began when",
     "def visit_{}(year):\n    ",
 )
-PROMPTS = [question.format(country) for country in COUNTRIES for question in QUESTIONS]
+PROMPTS = [question.format(country) for country in COUNTRIES.split() for question in QUESTIONS]
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(16, id="16"), pytest.param(100, id="100", marks=pytest.mark.soak)],
+    params=[pytest.param(8, id="8"), pytest.param(100, id="100", marks=pytest.mark.soak)],
 )
 def truth(request) -> list[tuple[list[int], list[int]]]:
     """(prompt ids, the ids that transformers adds) of each prompt."""
@@ -112,7 +94,7 @@ class Engine:
 def make_engine(backend: str, **limits: int) -> Engine:
     config = EngineConfig(
         home=str(EMBEDDED), model_path=str(EMBEDDED), dtype="fp32", threads=2, backend=backend,
-        limits=Limits(**{"kv_tokens": 16_384, "max_running": 128, "max_step_tokens": 512, **limits}),
+        limits=Limits(**{"kv_tokens": 16_384, "max_running": 128, **limits}),
     )  # fmt: skip
     return Engine(make_runner(config, dp=0, tp=0, group=None), config.limits)
 
