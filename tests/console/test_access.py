@@ -124,6 +124,14 @@ def test_a_key_reaches_what_its_scopes_name(make_key):
     assert client.get("/admin/", headers=control).status_code == 403
 
 
+def test_routes_of_the_field_that_are_not_built_say_so(make_key):
+    bearer = {"Authorization": f"Bearer {make_key('control')}"}
+    for name in urls.NOT_BUILT:
+        response = Client().post(f"/{name}", headers=bearer)
+        assert response.status_code == 501
+        assert response.json()["error"]["code"] == "not_supported"
+
+
 def test_a_wrong_key_is_refused_even_beside_a_good_session(sign_in):
     response = sign_in("admin").get("/api/fleet", headers={"Authorization": "Bearer qd-wrong"})
     assert response.status_code == 401
