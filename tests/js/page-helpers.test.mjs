@@ -12,7 +12,7 @@ test("durations, rates and sizes keep the digits that matter", () => {
   assert.deepEqual([0, 0.0004, 0.084, 0.9996, 1.44, 42, 61, 3900, 90000].map(duration), ["0 ms", "< 1 ms", "84 ms", "1.0 s", "1.4 s", "42 s", "1 min", "1 h 5 min", "1 d 1 h"]);
   assert.deepEqual([0, 0.42, 6.14, 61.3, 1042].map(rate), ["0", "0.42", "6.1", "61", "1,042"]);
   assert.deepEqual([0, 900, 360 * 2 ** 20, 1.3e9].map(bytes), ["0 B", "900 B", "360 MB", "1.2 GB"]);
-  assert.deepEqual([ago(4.7), ago(75), percent(0.193), percent(NaN), plural(1, "token"), plural(213, "token")], ["4 s ago", "1 min ago", "19 %", "–", "1 token", "213 tokens"]);
+  assert.deepEqual([ago(4.7), ago(75), percent(0.193), percent(0.001), percent(NaN), plural(1, "token"), plural(213, "token")], ["4 s ago", "1 min ago", "19 %", "< 1 %", "–", "1 token", "213 tokens"]);
 });
 
 test("times are shorter the closer they are", () => {
