@@ -77,7 +77,7 @@ class Chart extends HTMLElement {
       width: this.plotBox.clientWidth, height: HEIGHT, legend: { show: false }, bands,
       cursor: { sync: { key: cursorSync.key, setSeries: false }, drag: { x: false, y: false }, y: false, points: { size: 5 } },
       scales: { x: { time: true, auto: false }, y: { auto: false } },
-      axes: [{ ...axis, space: 90, size: 24, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, 5)) }, { ...axis, size: 48, space: 36 }],
+      axes: [{ ...axis, space: 90, size: 24, values: (_, ticks, _axis, _space, step) => ticks.map((tick) => (step < 60 ? clock(tick) : clock(tick).slice(0, 5))) }, { ...axis, size: 48, space: 36 }],
       series: [{}, ...series],
       hooks: { setCursor: [(plot) => this.drawLegend(plot.cursor.idx)], draw: [(plot) => this.drawMarks(plot)] },
     }, [[], ...this.series.map(() => [])], this.plotBox);

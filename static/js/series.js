@@ -2,7 +2,7 @@
 
 import { isLoaded } from "./fleet-state.js";
 
-export const WINDOW_S = 900;
+const WINDOW_S = 900;
 const SHORTEST_S = 120;
 
 /** Nearest-rank percentile of numbers; null of none. */

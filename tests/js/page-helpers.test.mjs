@@ -5,6 +5,8 @@ import test from "node:test";
 
 import { explain } from "../../static/js/advice.js";
 import { ago, bytes, duration, percent, plural, rate, stepName, when, whenShort } from "../../static/js/format.js";
+import { readNumber, readStops } from "../../static/js/params.js";
+import { backoffMs } from "../../static/js/socket.js";
 import { CLIENTS } from "../../static/js/snippets.js";
 import { newestBelow, turnsOf } from "../../static/js/tree.js";
 
@@ -74,4 +76,22 @@ test("snippets hold the address and either the key or the variable", () => {
     assert.match(keyed, /qd-abc/);
     assert.doesNotMatch(keyed, /QUARTERDECK_KEY/);
   }
+});
+
+test("an empty parameter is left to the model and a wrong one says what is right", () => {
+  assert.deepEqual(readNumber("temperature", " "), {});
+  assert.deepEqual(readNumber("temperature", "0"), { value: 0 });
+  assert.deepEqual(readNumber("top_p", "0"), { problem: "From above 0 to 1." });
+  assert.deepEqual(readNumber("temperature", "3"), { problem: "From 0 to 2." });
+  assert.deepEqual(readNumber("max_new_tokens", "1.5"), { problem: "Enter a whole number." });
+  assert.deepEqual(readNumber("seed", "x"), { problem: "Enter a number." });
+});
+
+test("stop texts are one a line, with line breaks and tabs written out", () => {
+  assert.deepEqual(readStops("###\n\n\\n\\nUser:\n\\t"), ["###", "\n\nUser:", "\t"]);
+});
+
+test("a lost socket waits longer each time, never over 15 s, and tabs spread out", () => {
+  assert.deepEqual([1, 2, 3, 20].map((attempt) => backoffMs(attempt, 1)), [500, 1000, 2000, 15000]);
+  assert.equal(backoffMs(1, 0), 250);
 });
