@@ -29,9 +29,9 @@ async def read_fleet(request: ApiRequest) -> HttpResponse:
 
 
 @require_POST
-@requires("view_fleet")
+@requires("view_fleet", key_only=True)
 async def make_ticket(request: ApiRequest) -> HttpResponse:
-    """Opens one websocket as ``?ticket=...``, for clients that cannot send headers."""
+    """Opens a websocket as ``?ticket=...``, for programs that cannot send headers there."""
     ticket = auth.make_ticket(request.principal)
     return JsonResponse({"ticket": ticket, "expires_in": auth.TICKET_AGE_S})
 

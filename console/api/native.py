@@ -25,7 +25,7 @@ from console.services.tokens import token_text
 from console.version import VERSION
 from console.worker import this_worker
 from engine.client import GenerateReqInput
-from engine.errors import BadRequest, EngineUnreachable, QuarterdeckError
+from engine.errors import BadRequest, EngineUnreachable
 from engine.messages import Provenance, SamplingParams, StrRow, merge
 from engine.runfile import read_run_file
 
@@ -48,20 +48,11 @@ async def generate(request: ApiRequest) -> HttpResponse:
         return await event_stream(events)  # type: ignore[return-value]
     rows = await collect(inference.generate(requests, expanded.parent), len(requests))
     for row in rows:
-        _raise_failure(row)
+        meta.raise_failure(row.finish)
     answers = [
         await _result(asked, row, asked_at) for asked, row in zip(requests, rows, strict=True)
     ]
     return JsonResponse(answers if expanded.many else answers[0], safe=False)
-
-
-def _raise_failure(row: StrRow) -> None:
-    """An abort that somebody asked for is an answer; one by a failure is an error."""
-    finish = row.finish
-    if finish is not None and finish.type == "abort" and finish.status_code:
-        raise QuarterdeckError(
-            finish.message, status_code=finish.status_code, err_type=finish.err_type
-        )
 
 
 async def _events(

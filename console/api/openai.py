@@ -36,7 +36,7 @@ from console.services.rows import collect
 from console.services.tokens import token_bytes, token_text
 from console.worker import this_worker
 from engine.client import GenerateReqInput
-from engine.errors import EngineUnreachable, QuarterdeckError
+from engine.errors import EngineUnreachable
 from engine.messages import Finish, LogprobParams, OutputLogprobs, Provenance, StrRow
 from engine.runfile import read_run_file
 from engine.tokenizer import Tokenizer
@@ -208,7 +208,7 @@ async def _answer(
     rows = await collect(inference.generate(job.requests, job.id), len(job.requests))
     choices = []
     for index, row in enumerate(rows):
-        _raise_failure(row.finish)
+        meta.raise_failure(row.finish)
         job.see(index, row)
         choices.append(shape.choice(index, row))
     provenance = await meta.provenance(rows[0], 0)
@@ -222,13 +222,6 @@ async def _answer(
     )
 
 
-def _raise_failure(finish: Finish | None) -> None:
-    if finish is not None and finish.type == "abort" and finish.status_code:
-        raise QuarterdeckError(
-            finish.message, status_code=finish.status_code, err_type=finish.err_type
-        )
-
-
 async def _events(
     job: _Job, shape: _Chat | _Text, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
@@ -236,7 +229,7 @@ async def _events(
     usage = {"usage": None} if include_usage else {}
     async with aclosing(inference.generate(job.requests, job.id)) as rows:
         async for index, row in rows:
-            _raise_failure(row.finish)
+            meta.raise_failure(row.finish)
             job.see(index, row)
             for choice in shape.deltas(index, row):
                 yield event({**head, "choices": [choice], **usage})

@@ -198,6 +198,16 @@ def test_a_route_that_declares_no_access_is_an_error_at_start(settings):
     assert "forgotten" in error.msg
 
 
+def test_the_doctor_says_what_is_wrong_and_what_to_do(tmp_path):
+    code = "import sys; sys.argv = ['manage.py', 'doctor']; import manage; manage.main()"
+    done = in_a_new_process(code, tmp_path, QUARTERDECK_MODEL=str(tmp_path / "none"))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    at = lines.index(f" bad  no model in {tmp_path / 'none'}")
+    assert "manage.py model pull" in lines[at + 1]
+    assert any(line.startswith("  ok  Python") for line in lines)
+
+
 # ---------------------------------------------------------------- headers
 
 
