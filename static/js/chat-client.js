@@ -121,7 +121,7 @@ export class ChatClient extends EventTarget {
 }
 
 /** What `_store` kept: [{answer, turn, text}]; an unreadable store is no store. */
-export function readStore(storage) {
+function readStore(storage) {
   try {
     return JSON.parse(storage.getItem(STORE_KEY)) ?? [];
   } catch {

@@ -8,8 +8,8 @@ import { plural } from "./format.js";
 const STORE_KEY = "qd.route";
 const MAX_COLUMNS = 4;
 
-/** Choices out of a snapshot: [{route, label, note, tone}]; "auto" is always the first. Pure. */
-export function choicesOf(snapshot) {
+/** Choices out of a snapshot: [{route, label, note, tone}]; "auto" is always the first. */
+function choicesOf(snapshot) {
   const workers = byId((snapshot?.workers ?? []).filter((worker) => worker.kind === "web"));
   const ranks = (snapshot?.ranks ?? []).filter((rank) => rank.tp === 0);
   return [
