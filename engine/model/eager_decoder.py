@@ -13,6 +13,7 @@ from torch.nn import functional
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
 from engine.model.layout import Shard
+from engine.model.sampler import draw_rows
 from engine.model.spec import DecoderSpec
 from engine.scheduler.ranks import Group
 from kernels.attention_tile import PagedContext, Scores
@@ -30,6 +31,7 @@ class EagerDecoder:
     """One rank's decoder. ``weights`` are by layout name, norms as the checkpoint has them."""
 
     weight_form = "plain"
+    draw = staticmethod(draw_rows)
 
     def __init__(
         self,

@@ -23,6 +23,7 @@ from engine.errors import ConfigError
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.loader import Checkpoint, ModelDirectory
+from engine.model.sampler import draw_rows
 
 ATTENTION = "quarterdeck_paged"
 _STEP = "quarterdeck_step"  # attribute of every attention module: the backend's _Step
@@ -43,6 +44,7 @@ class HfBackend:
 
     name = "hf"
     weight_form = "plain"
+    draw = staticmethod(draw_rows)
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from engine.model.layout import Layout, Shard, assemble, layout
 from engine.model.loader import Checkpoint, ModelDirectory, weight_paths
 from engine.model.native_build import load_library
 from engine.model.native_ops import CpuDecoder
+from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
@@ -44,6 +45,10 @@ class Decoder(Protocol):
         """fp32 [tokens, this rank's vocabulary]."""
         ...
 
+    def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+        """See ``sampler.draw_rows``."""
+        ...
+
 
 class NativeBackend:
     """A decoder with its cache and, if tp > 1, its group."""
@@ -61,6 +66,7 @@ class NativeBackend:
         self._group = group
         self._decoder = _make_decoder(config, directory, spec, dtype, group)
         self.name = "native" if isinstance(self._decoder, CpuDecoder) else "eager"
+        self.draw = self._decoder.draw
         self.weight_form = self._decoder.weight_form
         self.parameter_bytes = self._decoder.parameter_bytes
 

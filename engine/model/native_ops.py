@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
 from engine.model.layout import Layout, Read, Shard, assemble
+from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec
 from engine.scheduler.ranks import Group
 
@@ -100,6 +101,27 @@ class _Batch(ctypes.Structure):
         ("rows", c_int32),
         ("table_width", c_int32),
         ("block_size", c_int32),
+    ]
+
+
+class _DrawRequest(ctypes.Structure):
+    _fields_ = [
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("top_k", c_int32),
+        ("forced", c_int32),
+        ("describe", c_int32),
+        ("point", c_double),
+    ]
+
+
+class _DrawResult(ctypes.Structure):
+    _fields_ = [
+        ("token_id", c_int32),
+        ("logprob", c_float),
+        ("entropy", c_float),
+        ("logsumexp", c_float),
     ]
 
 
@@ -234,6 +256,15 @@ class CpuDecoder:
         self._library.call("qd_logits", self._handle, x, len(x), out)
         return out
 
+    def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+        """``sampler.Draw`` over fp32 logits [rows, vocab]."""
+        count = len(requests)
+        asked = (_DrawRequest * count)(*map(_ask, requests))
+        drawn = (_DrawResult * count)()
+        rows = logits.contiguous()
+        self._library.call("qd_sample", self._handle, rows, count, rows.shape[1], asked, drawn)
+        return [DrawResult(d.token_id, d.logprob, d.entropy, d.logsumexp) for d in drawn]
+
     def close(self) -> None:
         """Ends the threads; the decoder cannot be used afterwards."""
         if self._handle:
@@ -318,6 +349,18 @@ class CpuDecoder:
     def _embedding_scale(self) -> float:
         """transformers rounds Gemma's factor to the dtype of the weights."""
         return float(torch.tensor(self._spec.embedding_scale, dtype=self._dtype))
+
+
+def _ask(request: DrawRequest) -> _DrawRequest:
+    return _DrawRequest(
+        request.temperature,
+        request.top_p,
+        request.min_p,
+        request.top_k,
+        -1 if request.forced is None else request.forced,
+        request.describe,
+        request.point,
+    )
 
 
 def _describe(batch: Batch) -> _Batch:

@@ -18,7 +18,7 @@ from engine.model.inputs import Batch, build
 from engine.model.loader import ModelDirectory, weight_paths
 from engine.model.native import NativeBackend
 from engine.model.runner import model_info
-from engine.model.sampler import Sampler, best, chosen
+from engine.model.sampler import DrawRequest, DrawResult, Sampler, best, chosen
 from engine.model.slots import Slot, SlotTable
 from engine.model.spec import cover
 from engine.scheduler.plan import PlanRow, SampledRow, StepPlan, StepResult
@@ -39,6 +39,10 @@ class Backend(Protocol):
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [keep, vocab] of the tokens ``keep`` (int64), hidden [tokens, width] if wanted."""
+        ...
+
+    def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+        """See ``sampler.draw_rows``."""
         ...
 
 
@@ -75,7 +79,7 @@ class TorchRunner:
         self.epoch = epoch
         self._leads = tp == 0
         self._slots = SlotTable()
-        self._sampler = Sampler(self.info.eos_token_ids)
+        self._sampler = Sampler(self.info.eos_token_ids, self._backend.draw)
 
     @torch.inference_mode()
     def forward(self, step: StepPlan) -> StepResult:

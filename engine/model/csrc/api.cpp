@@ -8,6 +8,7 @@
 #include <string>
 
 #include "layer.hpp"
+#include "sample.hpp"
 
 namespace {
 
@@ -85,6 +86,10 @@ int qd_logits(qd::Decoder* decoder, const float* x, int count, float* out) {
 
 int qd_final_norm(qd::Decoder* decoder, const float* x, int tokens, float* out) {
   return guarded([&] { decoder->final_norm(x, tokens, out); });
+}
+
+int qd_sample(qd::Decoder* decoder, const float* logits, int rows, int vocabulary, const qd::DrawRequest* requests, qd::DrawResult* results) {
+  return guarded([&] { qd::sample(decoder->pool(), logits, rows, vocabulary, requests, results); });
 }
 
 }  // extern "C"

@@ -152,6 +152,8 @@ class Decoder {
     });
   }
 
+  Pool& pool() { return pool_; }
+
  private:
   static size_t offset(int row, int width) { return static_cast<size_t>(row) * static_cast<size_t>(width); }
 
