@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from django.conf import settings
-from django.http import HttpResponse, JsonResponse
+from django.http import HttpResponse
 from django.views.decorators.http import require_GET, require_POST
 
 from console.access import requires
 from console.api import meta
+from console.api.answers import json_answer
 from console.api.errors import BadField, ModelNotFound, NotSupported
 from console.api.expand import for_sample
 from console.api.schemas import (
@@ -81,14 +82,14 @@ def _model(name: str, root: str) -> dict[str, Any]:
 @requires("use_inference")
 async def models(request: ApiRequest) -> HttpResponse:
     name, path = served_model()
-    return JsonResponse({"object": "list", "data": [_model(name, path)]})
+    return json_answer({"object": "list", "data": [_model(name, path)]})
 
 
 @require_GET
 @requires("use_inference")
 async def model(request: ApiRequest, name: str) -> HttpResponse:
     served = check_model(name)
-    return JsonResponse(_model(served, served_model()[1]))
+    return json_answer(_model(served, served_model()[1]))
 
 
 # ---------------------------------------------------------------- chat completions
@@ -212,7 +213,7 @@ async def _answer(
         job.see(index, row)
         choices.append(shape.choice(index, row))
     provenance = await meta.provenance(rows[0], 0)
-    return JsonResponse(
+    return json_answer(
         {
             **_head(job, shape.whole),
             "choices": choices,
