@@ -22,6 +22,7 @@ from engine.errors import ConfigError
 from engine.model.inputs import Batch
 from engine.model.kv_cache import LayerShape, PagedCache
 from engine.model.loader import Checkpoint, ModelDirectory
+from engine.model.weights import ModuleWeights
 
 ATTENTION = "quarterdeck_paged"
 _STEP = "quarterdeck_step"  # attribute of every attention module: the backend's _Step
@@ -45,7 +46,8 @@ class HfBackend:
     def __init__(
         self, directory: ModelDirectory, *, dtype: torch.dtype, num_blocks: int, block_size: int
     ) -> None:
-        self.model = _load(directory, dtype)
+        self.model, unused = _load(directory, dtype)
+        self.weights = ModuleWeights(self.model, ignored=unused)
         self._step = _Step(layers={})
         for module in self.model.modules():
             if hasattr(module, "layer_idx"):
@@ -79,6 +81,13 @@ class HfBackend:
         )
         return output.logits[0], output.hidden_states[-1][0] if want_hidden else None
 
+    def memory(self, tag: str) -> list[torch.Tensor]:
+        if tag == "weights":
+            return list(self.weights.live.values())
+        cache = self._step.cache
+        assert cache is not None
+        return [*cache.keys, *cache.values]
+
     def _probe(self, directory: ModelDirectory) -> None:
         """One token through the model, to learn the shapes of its cache and refuse what cannot be.
 
@@ -94,7 +103,8 @@ class HfBackend:
             )
 
 
-def _load(directory: ModelDirectory, dtype: torch.dtype) -> Any:
+def _load(directory: ModelDirectory, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """The model, and names in its checkpoint that it has no use for."""
     if directory.text.get("attention_chunk_size"):
         raise ConfigError(f"{directory.architecture}: chunked attention is not supported")
     _ = Checkpoint(directory.path)  # a clear sentence for a missing file
@@ -114,7 +124,9 @@ def _load(directory: ModelDirectory, dtype: torch.dtype) -> Any:
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"])[:5])
         raise ConfigError(f"{directory.path} lacks {len(report['missing_keys'])} tensors: {names}")
-    return model.eval()
+    for parameter in model.parameters():  # else pages of the file, which a trainer may rewrite
+        parameter.data = parameter.data.clone()
+    return model.eval(), sorted(report["unexpected_keys"])
 
 
 def _attend(

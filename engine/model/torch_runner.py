@@ -17,9 +17,11 @@ from engine.messages import InputLogprobs, TopLogprobs
 from engine.model.hf import HfBackend
 from engine.model.inputs import Batch, build
 from engine.model.loader import ModelDirectory
+from engine.model.memory import Storages
 from engine.model.runner import Group, model_info
 from engine.model.sampler import Sampler, best, chosen
 from engine.model.slots import Slot, SlotTable
+from engine.model.weights import WeightHolder
 from engine.scheduler.plan import PlanRow, SampledRow, StepPlan, StepResult
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -31,6 +33,14 @@ class Backend(Protocol):
 
     weight_form: str
     parameter_bytes: int
+
+    @property
+    def weights(self) -> WeightHolder: ...
+
+    def memory(self, tag: str) -> list[torch.Tensor]:
+        """Tensors whose storages make up ``weights`` or ``kv_cache``; what cannot be loaded or
+        computed again is not among them."""
+        ...
 
     def forward(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
@@ -70,6 +80,8 @@ class TorchRunner:
             parameter_bytes=self._backend.parameter_bytes,
         )
         self.epoch = epoch
+        self.weights = self._backend.weights
+        self._memory: dict[str, Storages] = {}
         self._leads = tp == 0
         self._slots = SlotTable()
         self._sampler = Sampler(self.info.eos_token_ids)
@@ -86,6 +98,13 @@ class TorchRunner:
             self._compute(step.rows, results)
         seconds = time.perf_counter() - began
         return StepResult(epoch=self.epoch, rows=results, seconds=seconds)
+
+    def release(self, tag: str) -> None:
+        self._memory[tag] = Storages(self._backend.memory(tag))
+        self._memory[tag].release()
+
+    def restore(self, tag: str) -> None:
+        self._memory.pop(tag).restore()
 
     def close(self) -> None:
         """Nothing is held beyond the process."""
