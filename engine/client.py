@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 RESERVE_TIMEOUT_S = 5.0
 SILENCE_S = 5.0  # no heartbeat for so long: local requests end with engine_unreachable
 JOIN_RETRY_S = 0.25
+ANSWER_GRACE_S = 2.0  # the router answers at the deadline; a reply needs a moment to get here
 STREAM_BYTES = 2**20  # undelivered rows of one request; beyond it the request fails
 LONG_TEXT = 20_000  # characters; longer texts are tokenized on a thread
 
@@ -567,7 +568,7 @@ class EngineClient:
         self._calls[call.id] = future
         try:
             self._sender().control(kind, call=call, **fields)
-            return await asyncio.wait_for(future, deadline_s)
+            return await asyncio.wait_for(future, deadline_s + ANSWER_GRACE_S)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{kind.__name__} had no answer within {deadline_s:g} s"

@@ -196,7 +196,10 @@ class Launcher:
         ledger = load_ledger(self._config)
         epoch = ledger.epoch_of(child.index)
         return msgspec.structs.replace(
-            self._config, epoch=epoch, weight_paths=ledger.epochs[epoch].paths
+            self._config,
+            epoch=epoch,
+            weight_paths=ledger.epochs[epoch].paths,
+            weight_checksum=ledger.checksum_of(epoch),
         )
 
     def _start_due(self) -> None:

@@ -1,8 +1,8 @@
 """The weights of the scripted model: the tokens it likes, so that a token proves its epoch.
 
 Path: weights/update.py -> here -> scripted.py. Two parameters, ``even.tokens`` and ``odd.tokens``,
-int64 [n]: what is said at even and at odd output positions. Half an update would show in one answer.
-No torch.
+int64 [n]: what is said at even and at odd output positions, so half an update would show in one
+answer. No torch.
 """
 
 from __future__ import annotations

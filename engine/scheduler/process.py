@@ -314,7 +314,9 @@ def _load_weights(config: EngineConfig, runner: ModelRunner) -> None:
         return
     stager = Stager(runner.weights, Groups(config.device), spools=False, dp=0)
     try:
-        stager.stage("start", config.weight_paths)
+        read = stager.stage("start", config.weight_paths)["checksum"]
+        if config.weight_checksum not in ("", read):
+            raise WeightError(f"they read as {read}, not {config.weight_checksum}")
     except WeightError as error:
         log.error("the weights of epoch %d cannot be loaded: %s", config.epoch, error.message)
         runner.epoch = NO_EPOCH

@@ -14,7 +14,7 @@ from engine.weights.checkpoint import NamedTensor, TensorSpec, WeightError
 
 
 class Groups:
-    """``device`` is where received tensors live. ``join`` and ``receive`` block: off the step thread."""
+    """``device`` is where received tensors live. ``join`` and ``receive`` block."""
 
     def __init__(self, device: str) -> None:
         self._device = device
