@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
+from engine.messages import RankOp
 from engine.router.registry import Entry
 from engine.router.state import EngineState
 from engine.router.weights import Ledger, Session
@@ -38,6 +39,10 @@ class Front(Protocol):
     def release_held(self) -> None: ...
     def abort_entries(self, entries: list[Entry], reason: str) -> None: ...
     def request_table(self) -> list[dict[str, Any]]: ...
+
+    def tell(self, op: RankOp, groups: list[int]) -> None:
+        """Sends ``op`` to the groups that are up; no answer is wanted."""
+        ...
 
     def effective_paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         """Those that still matter when later ones win, parameter by parameter."""

@@ -140,7 +140,7 @@ class Operations:
         """The pause's lease ran out: whoever paused is gone, and with it what it was sending."""
         front, session = self._front, self._front.session
         if session is not None and session.implicit:
-            yield from self.updates.drop(session)
+            self.updates.drop(session)
         if front.state.released:
             outcome = yield from self._resume_memory(MEMORY_TAGS, front.now() + MEMORY_TIMEOUT_S)
             if not outcome.success:
@@ -190,10 +190,12 @@ class Operations:
             raise refusal(409, "conflict", "pause generation before releasing memory")
         if front.session is not None and "weights" in tags:
             raise refusal(409, "conflict", f"weight session {front.session.id} is open")
-        front.state.released |= set(tags)  # also if only some ranks do it: resume is idempotent
+        before = set(front.state.released)
+        front.state.released |= set(tags)
         outcome = yield from self._to_all(m.ReleaseMemory(tags=tags), message)
-        if not any(answer.success for answer in outcome.ranks):
-            front.state.released -= set(tags)
+        if not outcome.success:  # all groups or none
+            again = tuple(tag for tag in tags if tag not in before)
+            yield from self._resume_memory(again, message.call.deadline)
         return outcome
 
     def resume_memory(self, message: m.ResumeMemoryOccupationReqInput) -> Operation:

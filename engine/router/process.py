@@ -237,7 +237,7 @@ class Router:
         session, pause = self.session, self.ledger.pause
         if session is not None and session.idle(now, self.config.session_idle_s):
             self._count("weight_sessions_dropped")
-            self._run_internal("drop_idle_session", self.operations.updates.drop_idle())
+            self.operations.updates.drop_idle()
         if pause is not None and now > pause.until:
             self._count("pause_leases_expired")
             self._run_internal("end_pause", self.operations.end_pause())
@@ -286,6 +286,10 @@ class Router:
 
     def request_table(self) -> list[dict[str, Any]]:
         return self.desk.table()
+
+    def tell(self, op: m.RankOp, groups: list[int]) -> None:
+        for dp in groups:
+            self._send_call("", op, dp)
 
     def effective_paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         try:

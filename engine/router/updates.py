@@ -31,7 +31,7 @@ from engine.router.control import (
 from engine.router.front import Front
 from engine.router.weights import EpochRecord, PauseRecord, Session, merged_terms
 
-DROP_TIMEOUT_S = 30.0
+PAUSE_TIMEOUT_S = 30.0
 COMMIT_TIMEOUT_S = 120.0
 Steps = Generator[Any, Any, None]
 
@@ -54,10 +54,10 @@ class Updates:
     def end(self, message: m.EndWeightUpdateReqInput) -> Operation:
         session = self._find(message.session_id)
         if message.drop:
-            yield from self.drop(session)
+            self.drop(session)
             return Outcome(message="dropped; the old weights serve on")
         if not session.sources:
-            yield from self.drop(session)
+            self.drop(session)
             return refused(400, "empty_session", "no weights were staged in this session")
         session.terms = merged_terms(session.terms, message)
         outcome = yield from self.commit(session, message.call)
@@ -108,14 +108,12 @@ class Updates:
             return refused(409, "update_in_progress", f"update {job} is open", job=job)
         return None
 
-    def drop_idle(self) -> Operation:
+    def drop_idle(self) -> None:
         """A session that nobody touched for too long: its sender is gone."""
         front, session = self._front, self._front.session
         idle_s = front.config.session_idle_s
         if session is not None and session.idle(front.now(), idle_s):
-            yield from self._fail(session, f"nobody touched it for {idle_s:g} s")
-            return Outcome(message=f"session {session.id} was dropped")
-        return Outcome()
+            self._fail(session, f"nobody touched it for {idle_s:g} s")
 
     # ------------------------------------------------------------------ sessions
 
@@ -216,14 +214,14 @@ class Updates:
                 f"an earlier part of this pause's update failed ({session.failed}): "
                 "continue_generation ends it; then send all of it again",
             )  # fmt: skip
-        yield from self._check_failed(session)
+        self._check_failed(session)
         source = msgspec.structs.replace(source, spool_by=session.groups[0])
         op = m.PrepareWeights(staging_id=session.id, source=source, complete=complete)
         answers = yield from self._ask(session, op, call.deadline)
         outcome = _agreed(answers)
         if not outcome.success:
             self._front.spool.discard([source.spool_path or source.path])
-            yield from self._fail(session, outcome.message)
+            self._fail(session, outcome.message)
             raise Refusal(outcome)
         session.took(source, answers[0])
 
@@ -236,7 +234,7 @@ class Updates:
             session.saw(answers[0])
             outcome = self._checked(session)
         if not outcome.success:
-            yield from self._fail(session, outcome.message)
+            self._fail(session, outcome.message)
             raise Refusal(outcome)
 
     def _checked(self, session: Session) -> Outcome:
@@ -258,24 +256,24 @@ class Updates:
         session.busy, session.touched_at = False, self._front.now()
         return answers
 
-    def _check_failed(self, session: Session) -> Steps:
+    def _check_failed(self, session: Session) -> None:
         if session.failed:
-            yield from self.drop(session)
+            self.drop(session)
             raise refusal(409, "session_failed", f"the update was dropped: {session.failed}")
 
-    def _fail(self, session: Session, why: str) -> Steps:
+    def _fail(self, session: Session, why: str) -> None:
         """Nothing of it is left on the ranks. The session of a pause stays, as a refusal of later
         buckets: half of an update must not become an epoch."""
-        yield from self.drop(session)
+        self.drop(session)
         if session.implicit:
             session.failed = why
             self._front.session = session
 
-    def drop(self, session: Session) -> Steps:
+    def drop(self, session: Session) -> None:
+        """No answer is awaited: what a rank is told next comes after it."""
         front = self._front
         front.session = None
-        groups = [dp for dp in session.groups if front.state.group_up(dp)]
-        yield FanOut(m.DropWeights(staging_id=session.id), groups, front.now() + DROP_TIMEOUT_S)
+        front.tell(m.DropWeights(staging_id=session.id), session.groups)
         front.spool.discard(session.paths)
 
     # ------------------------------------------------------------------ commit
@@ -283,10 +281,10 @@ class Updates:
     def commit(self, session: Session, call: m.Call) -> Operation:
         """Drain by policy, then one epoch on every target group, or nothing at all."""
         front, terms = self._front, session.terms
-        yield from self._check_failed(session)
+        self._check_failed(session)
         yield from self._seal(session, call)
         if terms.dry_run:
-            yield from self.drop(session)
+            self.drop(session)
             return Outcome(
                 message="dry run: every rank could take these weights; they were dropped",
                 result={"checksum": session.checksum, **self._impact(session.groups)},
@@ -321,7 +319,7 @@ class Updates:
         drained = yield Until(lambda: not front.live(session.groups), deadline)
         if not drained:
             left = len(front.live(session.groups))
-            yield from self.drop(session)
+            self.drop(session)
             raise refusal(
                 409, "drain_timeout",
                 f"{left} requests were still running after {terms.drain_timeout_s:g} s; "
@@ -344,6 +342,9 @@ class Updates:
         answers = yield FanOut(op, session.groups, front.now() + COMMIT_TIMEOUT_S)
         front.session = None
         taken = _groups_of_one_mind(answers)
+        front.tell(
+            m.DropWeights(staging_id=session.id), [dp for dp in session.groups if dp not in taken]
+        )
         if not taken:
             front.ledger.abort_commit()
             front.save_ledger()
@@ -378,7 +379,7 @@ class Updates:
         front.save_ledger()
         yield FanOut(
             m.PauseRank(mode="in_place"), front.state.serving_groups(),
-            front.now() + DROP_TIMEOUT_S,
+            front.now() + PAUSE_TIMEOUT_S,
         )  # fmt: skip
 
     def _policy(self, terms: m.WeightUpdate) -> str:
@@ -460,7 +461,7 @@ class Updates:
             text = f"the files of epoch {epoch} have changed since it was committed"
             outcome = refused(400, "checksum_mismatch", text)
         if not outcome.success:
-            yield FanOut(m.DropWeights(staging_id=staging), [dp], front.now() + DROP_TIMEOUT_S)
+            front.tell(m.DropWeights(staging_id=staging), [dp])
             return outcome
         commit = m.CommitWeights(staging_id=staging, epoch=epoch, flush=True)
         answers = yield FanOut(commit, [dp], deadline)

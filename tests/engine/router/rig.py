@@ -251,6 +251,10 @@ class Rig:
         except WeightError:
             return paths
 
+    def tell(self, op, groups: list[int]) -> None:
+        for dp in groups:
+            self._send("", op, dp)
+
     def open_update(self) -> str | None:
         kinds = [kind.__name__ for kind in m.WeightUpdate.__subclasses__()]
         running = self.desk.open_of(kinds)
@@ -369,6 +373,7 @@ class Rig:
 
     def serves(self, index: int, epoch: int) -> None:
         """AssertionError unless exactly this serves everywhere, running, with nothing staged."""
+        self.turn(2)
         assert self.words() == {tuple(sorted(favourites(index)))}
         assert self.epochs() == {epoch}
         assert self.ledger.present(self.config.dp) == {epoch}
