@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -575,6 +575,18 @@ class EngineClient:
             ) from None
         finally:
             self._calls.pop(call.id, None)
+
+    async def labels(self, epochs: Collection[int]) -> dict[int, m.EpochLabel]:
+        """What these epochs are called; one call to the router for those that are not in the
+        newest snapshot. An epoch that nobody knows any more is left out."""
+        recent = self.snapshot.epochs if self.snapshot else {}
+        found = {epoch: recent[epoch] for epoch in epochs if epoch in recent}
+        missing = sorted(set(epochs) - found.keys())
+        if missing:
+            reply = await self.call(m.GetEpochReqInput, deadline_s=5.0, epochs=missing)
+            for record in reply.result.get("epochs", ()):
+                found[record["epoch"]] = msgspec.convert(record, m.EpochLabel)
+        return found
 
     async def fleet(self) -> m.FleetSnapshot:
         """A true read of engine, workers and ranks."""

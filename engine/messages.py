@@ -436,9 +436,13 @@ class GetRequestsReqInput(ControlReq):
 
 
 class GetEpochReqInput(ControlReq):
-    """What an epoch means (None: all known ones): ``result["epochs"]``."""
+    """What an epoch means, or each of ``epochs`` that is known (neither: all known ones).
+
+    ``result["epochs"]`` are records, ``result["relabels"]`` rows (at, epoch, version).
+    """
 
     epoch: int | None = None
+    epochs: list[int] | None = None
 
 
 class GetOutcomeReqInput(ControlReq):

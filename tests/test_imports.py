@@ -24,6 +24,8 @@ PURE = (
     "engine/scheduler/radix.py",
     "engine/detokenizer/incremental.py",
     "engine/detokenizer/stops.py",
+    "engine/scheduler/memory.py",
+    "engine/provenance.py",
     "engine/router/registry.py",
     "engine/router/dispatch.py",
     "engine/router/state.py",
@@ -52,6 +54,7 @@ CONSOLE_MAY_IMPORT = {
     "engine.runfile",
     "engine.tokenizer",
     "engine.process_guard",
+    "engine.provenance",
 }
 
 

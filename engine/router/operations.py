@@ -26,11 +26,11 @@ from engine.router.control import (
 from engine.router.front import Front
 from engine.router.updates import Updates
 from engine.router.weights import PauseRecord
+from engine.scheduler.memory import TAGS
 
 RESUME_TIMEOUT_S = 30.0
 MEMORY_TIMEOUT_S = 300.0
 JOIN_MARGIN_S = 2.0  # the ranks give up so long before the caller does
-MEMORY_TAGS = ("kv_cache", "weights")
 
 
 class Operations:
@@ -117,7 +117,7 @@ class Operations:
         update = Outcome()
         if session is not None and session.implicit:
             try:
-                update = yield from self.updates.commit(session, message.call)
+                update = yield from self.updates.commits.commit(session, message.call)
             except Refusal as end:
                 update = end.outcome
         if front.state.control != "paused":
@@ -140,9 +140,9 @@ class Operations:
         """The pause's lease ran out: whoever paused is gone, and with it what it was sending."""
         front, session = self._front, self._front.session
         if session is not None and session.implicit:
-            self.updates.drop(session)
+            self.updates.sessions.drop(session)
         if front.state.released:
-            outcome = yield from self._resume_memory(MEMORY_TAGS, front.now() + MEMORY_TIMEOUT_S)
+            outcome = yield from self._resume_memory(TAGS, front.now() + MEMORY_TIMEOUT_S)
             if not outcome.success:
                 return outcome
         outcome = yield from self._run_again()
@@ -185,7 +185,10 @@ class Operations:
         return at_once(work)
 
     def release_memory(self, message: m.ReleaseMemoryOccupationReqInput) -> Operation:
-        front, tags = self._front, tuple(message.tags or MEMORY_TAGS)
+        front, tags = self._front, tuple(message.tags or TAGS)
+        if unknown := set(tags) - set(TAGS):
+            text = f"unknown memory tags {sorted(unknown)}, known are {' and '.join(TAGS)}"
+            raise refusal(400, "invalid_request_error", text)
         if front.state.control != "paused":
             raise refusal(409, "conflict", "pause generation before releasing memory")
         if front.session is not None and "weights" in tags:
@@ -199,7 +202,7 @@ class Operations:
         return outcome
 
     def resume_memory(self, message: m.ResumeMemoryOccupationReqInput) -> Operation:
-        tags = tuple(message.tags or MEMORY_TAGS)
+        tags = tuple(message.tags or TAGS)
         outcome = yield from self._resume_memory(tags, message.call.deadline)
         return outcome
 
@@ -297,7 +300,12 @@ class Operations:
             ledger = self._front.ledger
             if message.epoch is not None and message.epoch not in ledger.epochs:
                 raise refusal(404, "not_found", f"epoch {message.epoch} never existed here")
-            wanted = [message.epoch] if message.epoch is not None else sorted(ledger.epochs)
+            if message.epoch is not None:
+                wanted = [message.epoch]
+            elif message.epochs is not None:
+                wanted = [epoch for epoch in message.epochs if epoch in ledger.epochs]
+            else:
+                wanted = sorted(ledger.epochs)
             return Outcome(
                 result={
                     "epochs": [msgspec.to_builtins(ledger.epochs[epoch]) for epoch in wanted],

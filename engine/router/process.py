@@ -254,7 +254,7 @@ class Router:
             if now - self._resynced_at.get(dp, 0.0) > RESYNC_EVERY_S:
                 self._resynced_at[dp] = now
                 self._count("resyncs")
-                self._run_internal(f"resync dp{dp}", self.operations.updates.resync(dp))
+                self._run_internal(f"resync dp{dp}", self.operations.updates.commits.resync(dp))
 
     # ------------------------------------------------------------------ what operations use
 

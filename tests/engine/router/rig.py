@@ -213,7 +213,7 @@ class Rig:
         self.desk.on_group_down(dp, why, self.clock)
 
     def resync(self, dp: int) -> Outcome:
-        return self.finished(self.start_operation(self.operations.updates.resync(dp)))
+        return self.finished(self.start_operation(self.operations.updates.commits.resync(dp)))
 
     # ------------------------------------------------------------------ the Front
 
