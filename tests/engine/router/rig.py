@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,42 +22,11 @@ from engine.router.state import EngineState
 from engine.router.weights import Session
 from engine.scheduler.control import Place, RankControl, Requests
 from engine.scheduler.core import SchedulerCore
-from engine.weights.checkpoint import (
-    NamedTensor,
-    TensorSpec,
-    TensorWriter,
-    WeightError,
-    describe,
-    effective,
-)
+from engine.weights.checkpoint import WeightError, effective
 from engine.weights.groups import Groups
 from engine.weights.update import Stager
 from tests.engine.model.tiny import make_scripted_dir
-
-FIRST_TOKEN = 10  # ids below are specials and control characters
-PER_EPOCH = 8  # favourite tokens of one scripted checkpoint
-
-
-def favourites(index: int) -> set[int]:
-    """Tokens that only scripted checkpoint ``index`` ever says."""
-    first = FIRST_TOKEN + PER_EPOCH * index
-    return set(range(first, first + PER_EPOCH))
-
-
-def scripted_checkpoint(path: Path, index: int, *, names=("even.tokens", "odd.tokens")) -> Path:
-    """A safetensors file with the favourites of ``index``: half of them for each parameter."""
-    tokens = sorted(favourites(index))
-    halves = {"even.tokens": tokens[::2], "odd.tokens": tokens[1::2]}
-    write_tensors(path, {name: halves[name] for name in names})
-    return path
-
-
-def write_tensors(path: Path, values: dict[str, list[int]], *, shape=None, dtype="I64") -> None:
-    specs = [TensorSpec(name, dtype, shape or (len(v),)) for name, v in values.items()]
-    with TensorWriter(path, specs) as writer:
-        for spec in specs:
-            data = bytearray(array("q" if dtype == "I64" else "f", values[spec.name]).tobytes())
-            writer.write(NamedTensor(spec, memoryview(data)))
+from tests.engine.weights.checkpoints import favourites, scripted_checkpoint
 
 
 class Rank:
@@ -380,14 +348,3 @@ class Rig:
         assert self.state.control == "running" and not self.holding and self.session is None
         assert not any(rank.stager._staged for rank in self.ranks.values())
         assert not any(rank.core.paused for rank in self.ranks.values() if rank.core)
-
-
-def checksum_of(path: str) -> str:
-    return describe(path)["checksum"]
-
-
-def corrupt(path: str, at: int = -8) -> None:
-    """Flips one byte."""
-    data = bytearray(Path(path).read_bytes())
-    data[at] ^= 1
-    Path(path).write_bytes(data)

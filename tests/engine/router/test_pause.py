@@ -14,7 +14,8 @@ from engine.messages import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from tests.engine.router.rig import Rig, favourites
+from tests.engine.router.rig import Rig
+from tests.engine.weights.checkpoints import favourites
 
 PAUSE, CONTINUE = PauseGenerationReqInput, ContinueGenerationReqInput
 DISK, TENSOR = UpdateWeightFromDiskReqInput, UpdateWeightsFromTensorReqInput

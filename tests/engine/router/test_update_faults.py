@@ -17,7 +17,8 @@ from engine.messages import (
     UpdateWeightsFromTensorReqInput,
 )
 from engine.router.ledger import load_ledger, save_ledger
-from tests.engine.router.rig import Rig, corrupt
+from tests.engine.router.rig import Rig
+from tests.engine.weights.checkpoints import corrupt
 
 DISK, TENSOR = UpdateWeightFromDiskReqInput, UpdateWeightsFromTensorReqInput
 BEGIN, END = BeginWeightUpdateReqInput, EndWeightUpdateReqInput

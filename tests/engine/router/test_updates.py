@@ -12,7 +12,14 @@ from engine.messages import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from tests.engine.router.rig import Rig, checksum_of, corrupt, favourites, write_tensors
+from tests.engine.router.rig import Rig
+from tests.engine.weights.checkpoints import (
+    checksum_of,
+    corrupt,
+    disagreements,
+    favourites,
+    write_tensors,
+)
 
 DISK, TENSOR = UpdateWeightFromDiskReqInput, UpdateWeightsFromTensorReqInput
 BEGIN, END = BeginWeightUpdateReqInput, EndWeightUpdateReqInput
@@ -27,10 +34,7 @@ def rig(request, tmp_path) -> Rig:
 def proves_its_epochs(rig: Rig, rid: str, index_of: dict[int, int]) -> None:
     """Each token is a favourite of the checkpoint that its label names."""
     row = rig.answer(rid)
-    labels = [epoch for count, epoch in row.epochs for _ in range(count)]
-    assert len(labels) == len(row.output_ids)
-    for token, epoch in zip(row.output_ids, labels, strict=True):
-        assert token in favourites(index_of[epoch]), (token, epoch)
+    assert not disagreements(row.output_ids, row.epochs, index_of)
 
 
 def test_an_update_from_disk_is_one_epoch_on_every_rank(rig):
