@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
-from engine.model.layout import Shard
+from engine.model.layout import Layout, Shard, assemble
+from engine.model.packed_weights import PackedWeights
 from engine.model.sampler import draw_rows
 from engine.model.spec import DecoderSpec
 from engine.scheduler.ranks import Group
@@ -37,6 +38,7 @@ class EagerDecoder:
         self,
         spec: DecoderSpec,
         shard: Shard,
+        parts: Layout,
         weights: Mapping[str, torch.Tensor],
         *,
         tables: list[torch.Tensor],
@@ -47,6 +49,16 @@ class EagerDecoder:
         self._spec = spec
         self._shard = shard
         self._weights = weights
+        self.weights = PackedWeights(
+            parts,
+            {
+                key: (key,)
+                for key in weights
+                if key == "head" or weights[key] is not weights["head"]
+            },
+            {key: [weight] for key, weight in weights.items()},
+            pack=lambda key, read: [assemble(parts[key], read)],
+        )
         self._tables = tables
         self._cache = cache
         self._group = group
