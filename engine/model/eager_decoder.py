@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
+from engine.config import EngineConfig
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
 from engine.model.layout import Shard
@@ -30,7 +31,6 @@ SPLIT_TOKENS = 256  # of the decode kernel when rows must not depend on their ba
 class EagerDecoder:
     """One rank's decoder. ``weights`` are by layout name, norms as the checkpoint has them."""
 
-    weight_form = "plain"
     draw = staticmethod(draw_rows)
 
     def __init__(
@@ -42,7 +42,7 @@ class EagerDecoder:
         tables: list[torch.Tensor],
         cache: KVCache,
         group: Group | None,
-        deterministic: bool,
+        config: EngineConfig,
     ) -> None:
         self._spec = spec
         self._shard = shard
@@ -50,7 +50,8 @@ class EagerDecoder:
         self._tables = tables
         self._cache = cache
         self._group = group
-        self._split_tokens = SPLIT_TOKENS if deterministic else None
+        self._split_tokens = SPLIT_TOKENS if config.deterministic else None
+        self.weight_form: str = config.weights
         self.parameter_bytes = sum(w.numel() * w.element_size() for w in weights.values())
 
     def hidden(self, batch: Batch) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.model import quant
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
@@ -114,16 +114,17 @@ def _make_decoder(
             config=config,
             dtype=dtype,
         )
-    if config.weights != "plain":
-        raise ConfigError(f"weights {config.weights} needs the C++ operators: set it to plain")
+    weights = _read_weights(parts, checkpoint, dtype, torch.device(config.device))
+    if config.weights == "int4":
+        _quantise(weights)
     return EagerDecoder(
         spec,
         shard,
-        _read_weights(parts, checkpoint, dtype, torch.device(config.device)),
+        weights,
         tables=[table.to(config.device) for table in tables],
         cache=cache,
         group=group,
-        deterministic=config.deterministic,
+        config=config,
     )
 
 
@@ -140,6 +141,15 @@ def _read_weights(
     ):
         weights["head"] = weights["embedding"]  # tied: one storage
     return weights
+
+
+def _quantise(weights: dict[str, torch.Tensor]) -> None:
+    """Gives the matrices the values of their quantised forms; see ``CpuDecoder`` for the head."""
+    for name, weight in weights.items():
+        if name == "head":
+            weights[name] = quant.int8(weight)
+        elif weight.dim() == 2 and name != "embedding":
+            weights[name] = quant.int4(weight)
 
 
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:
