@@ -24,20 +24,28 @@ async def fan_out_rows(peer: Peer | None, rounds: int, missing: dict[str, str]) 
     ours: list[dict[str, float]] = []
     theirs: list[dict[str, float]] = []
     _once(WARM_UP)
+    if peer:
+        await _theirs(peer, WARM_UP, missing, start=True)
+    for _ in range(rounds):
+        ours.append(_once(REPEATS))
+        if peer and PEER not in missing:
+            theirs += await _theirs(peer, REPEATS, missing)
+    if peer:
+        await peer.stop()
+    return [_row(name, field, ours, theirs) for name, field in FIELDS.items()]
+
+
+async def _theirs(
+    peer: Peer, repeats: int, missing: dict[str, str], *, start: bool = False
+) -> list[dict[str, Any]]:
+    """One sample, or none and a reason in ``missing``."""
     try:
-        if peer:
+        if start:
             await peer.start()
-            await peer.ask(columns=_columns(), rows=ROWS, repeats=WARM_UP)
-        for _ in range(rounds):
-            ours.append(_once(REPEATS))
-            if peer:
-                theirs.append(await peer.ask(columns=_columns(), rows=ROWS, repeats=REPEATS))
+        return [await peer.ask(columns=_columns(), rows=ROWS, repeats=repeats)]
     except PeerFailed as error:
         missing[PEER] = f"fan-out: {error}"
-    finally:
-        if peer:
-            await peer.stop()
-    return [_row(name, field, ours, theirs) for name, field in FIELDS.items()]
+        return []
 
 
 FIELDS = {

@@ -44,10 +44,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     generator_cores: float
 
 
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
 class _Frame(msgspec.Struct):
     """The fields that count of any frame of ``/ws/chat/``."""
 
@@ -55,7 +51,6 @@ class _Frame(msgspec.Struct):
     index: int = 0
     token_ids: list[int] = []
     made_at: float = 0.0
-    usage: _Usage = _Usage()
 
 
 _decode = msgspec.json.Decoder(_Frame).decode

@@ -51,6 +51,10 @@ def cut_out(module: str, names: set[str], **known: Any) -> types.ModuleType:
     ]
     made = types.ModuleType(module)
     made.__dict__.update(known)
+    parts = module.split(".")
+    for end in range(1, len(parts)):  # the packages above, empty: nothing else of them is run
+        package = ".".join(parts[:end])
+        sys.modules.setdefault(package, types.ModuleType(package))
     sys.modules[module] = made
     exec(compile(tree, str(path), "exec"), made.__dict__)
     return made
