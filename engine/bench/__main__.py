@@ -99,12 +99,12 @@ class Bench:
         except NotMade as reason:
             self._missing[recipe.name] = str(reason)
             return None
-        driver = recipes.DRIVERS / recipe.driver
+        driver, threads = recipes.DRIVERS / recipe.driver, str(self._config.rank_threads)
         return Peer(
             recipe.name,
-            [str(python), str(driver), str(model), str(self._config.rank_threads)],
+            [str(python), str(driver), str(model), threads],
             self._work / f"{recipe.name}.log",
-            recipe.runs_with,
+            {"OMP_NUM_THREADS": threads, **recipe.runs_with},
         )
 
     def _model_for(self, recipe: Recipe) -> Path:

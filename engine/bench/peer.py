@@ -86,6 +86,7 @@ class Peer:
         except TimeoutError:
             raise self._failed(f"said nothing for {timeout_s:g} s") from None
         if not line:
+            await self.stop()  # its last words come while it ends
             raise self._failed("ended")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)

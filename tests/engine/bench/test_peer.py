@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
 import psutil
@@ -41,6 +42,13 @@ def process_of(peer: Peer) -> psutil.Process:
     return psutil.Process(peer._process.pid)
 
 
+async def until_stopped(peer: Peer) -> None:
+    """The signal is sent with the answer; the kernel delivers it a moment later."""
+    async with asyncio.timeout(5):
+        while process_of(peer).status() != psutil.STATUS_STOPPED:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_driver_answers_each_batch_whatever_its_libraries_print(peer):
     assert peer.versions == {"model": "1.0"}
     for batch in (1, 3):
@@ -50,9 +58,9 @@ async def test_a_driver_answers_each_batch_whatever_its_libraries_print(peer):
 
 
 async def test_a_peer_stands_still_between_its_answers(peer):
-    assert process_of(peer).status() == psutil.STATUS_STOPPED
+    await until_stopped(peer)
     await peer.ask(prompts=[[1]], new_tokens=1)
-    assert process_of(peer).status() == psutil.STATUS_STOPPED
+    await until_stopped(peer)
 
 
 async def test_a_driver_that_ends_is_reported_with_its_last_words(peer):
