@@ -7,7 +7,7 @@ from typing import Any, cast
 from django.contrib import admin
 from django.urls import path, re_path
 
-from console.api import console, native, openai
+from console.api import console, metrics, native, openai
 from console.consumers.chat import ChatConsumer
 from console.consumers.fleet import FleetConsumer
 from console.sockets import SocketGate, refuse_socket
@@ -47,6 +47,7 @@ openai_api = [
 
 native_api = [
     path("health", native.health),
+    path("metrics", metrics.metrics),
     path("ready", native.ready),
     path("health_generate", native.health_generate),
     path("generate", native.generate),
