@@ -258,7 +258,7 @@ def test_clients_that_vanish_free_their_slots_within_a_second(tree):
         pool = client._transport._pool
         for connection in pool.connections:
             connection._connection._network_stream._sock.shutdown(2)
-    assert eventually(lambda: tree.running() == 0, 5) < 2.5  # the ranks report once a second
+    assert eventually(lambda: tree.running() == 0, 5) < 1.0
     for thread in threads:
         thread.join(10)
     for client in clients:
