@@ -90,6 +90,9 @@ class HfBackend:
         )
         return output.logits[0], output.hidden_states[-1][0] if want_hidden else None
 
+    def close(self) -> None:
+        """Nothing is held beyond the process."""
+
     def _probe(self, directory: ModelDirectory) -> None:
         """One token through the model, to learn the shapes of its cache and refuse what cannot be.
 

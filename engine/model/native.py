@@ -7,31 +7,35 @@ cache without gathering it.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
-from engine.model import quant
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
-from engine.model.layout import Layout, Shard, assemble, layout
+from engine.model.layout import Shard, layout
 from engine.model.loader import Checkpoint, ModelDirectory, weight_paths
 from engine.model.native_build import load_library
 from engine.model.native_ops import CpuDecoder
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
+from engine.model.targets import Target
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
 
 
 class Decoder(Protocol):
-    """One rank's decoder over its share of the weights."""
+    """One rank's decoder over its share of the weights, which ``targets`` bring in."""
 
+    name: str
     weight_form: str
     parameter_bytes: int
+    targets: list[Target]
+    storages: list[torch.Tensor]  # what the targets write to
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The residual stream behind the last layer, [tokens, hidden]."""
@@ -49,6 +53,8 @@ class Decoder(Protocol):
         """See ``sampler.draw_rows``."""
         ...
 
+    def close(self) -> None: ...
+
 
 class NativeBackend:
     """A decoder with its cache and, if tp > 1, its group."""
@@ -65,10 +71,11 @@ class NativeBackend:
         self._spec = spec
         self._group = group
         self._decoder = _make_decoder(config, directory, spec, dtype, group)
-        self.name = "native" if isinstance(self._decoder, CpuDecoder) else "eager"
+        self.name = self._decoder.name
         self.draw = self._decoder.draw
         self.weight_form = self._decoder.weight_form
         self.parameter_bytes = self._decoder.parameter_bytes
+        _load(self._decoder.targets, Checkpoint(*weight_paths(config)), config.rank_threads)
 
     def forward(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
@@ -79,6 +86,9 @@ class NativeBackend:
         if self._group is not None and len(keep):
             logits = self._group.gather_columns(logits)[:, : self._spec.vocabulary]
         return logits, self._decoder.normed(x) if want_hidden else None
+
+    def close(self) -> None:
+        self._decoder.close()
 
 
 def _make_decoder(
@@ -98,58 +108,42 @@ def _make_decoder(
     )
     reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
     tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
+    parts = layout(spec, shard)
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
-    parts, checkpoint = layout(spec, shard), Checkpoint(*weight_paths(config))
     if library is not None:
         return CpuDecoder(
             library,
             spec,
             shard,
             parts,
-            checkpoint.read,
             tables=tables,
             cache=cache,
             group=group,
             config=config,
             dtype=dtype,
         )
-    weights = _read_weights(parts, checkpoint, dtype, torch.device(config.device))
-    if config.weights == "int4":
-        _quantise(weights)
     return EagerDecoder(
         spec,
         shard,
-        weights,
+        parts,
         tables=[table.to(config.device) for table in tables],
         cache=cache,
         group=group,
         config=config,
+        dtype=dtype,
     )
 
 
-def _read_weights(
-    parts: Layout, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    weights = {
-        name: assemble(sources, checkpoint.read).to(device=device, dtype=dtype).contiguous()
-        for name, sources in parts.items()
-    }
-    if (
-        parts["head"][0].name == parts["embedding"][0].name
-        and weights["head"].shape == weights["embedding"].shape
-    ):
-        weights["head"] = weights["embedding"]  # tied: one storage
-    return weights
+def _load(targets: list[Target], checkpoint: Checkpoint, threads: int) -> None:
+    """Brings every tensor to its places; torch and the packing release the GIL."""
 
+    def bring(target: Target) -> None:
+        target.commit(target.stage(target.source.take(checkpoint.read)))
 
-def _quantise(weights: dict[str, torch.Tensor]) -> None:
-    """Gives the matrices the values of their quantised forms; see ``CpuDecoder`` for the head."""
-    for name, weight in weights.items():
-        if name == "head":
-            weights[name] = quant.int8(weight)
-        elif weight.dim() == 2 and name != "embedding":
-            weights[name] = quant.int4(weight)
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(bring, targets):
+            pass
 
 
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:

@@ -45,6 +45,8 @@ class Backend(Protocol):
         """See ``sampler.draw_rows``."""
         ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -95,7 +97,7 @@ class TorchRunner:
         return StepResult(epoch=self.epoch, rows=results, seconds=seconds)
 
     def close(self) -> None:
-        """Nothing is held beyond the process."""
+        self._backend.close()
 
     def _compute(self, rows: list[PlanRow], results: list[SampledRow]) -> None:
         slots = [self._slots[row.slot] for row in rows]
