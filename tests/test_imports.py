@@ -25,6 +25,8 @@ PURE = (
     "engine/detokenizer/incremental.py",
     "engine/detokenizer/stops.py",
     "engine/detokenizer/text.py",
+    "engine/scheduler/memory.py",
+    "engine/provenance.py",
     "engine/router/registry.py",
     "engine/router/dispatch.py",
     "engine/router/state.py",
@@ -53,6 +55,7 @@ CONSOLE_MAY_IMPORT = {
     "engine.runfile",
     "engine.tokenizer",
     "engine.process_guard",
+    "engine.provenance",
 }
 
 

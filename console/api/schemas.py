@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+from django.core.exceptions import RequestDataTooBig
 from django.http import HttpRequest
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -37,6 +38,8 @@ def decode(request: HttpRequest, kind: type[T]) -> T:
     """The JSON body as ``kind``; numbers may come as strings, as some trainers send them."""
     try:
         return msgspec.json.decode(request.body or b"{}", type=kind, strict=False)
+    except RequestDataTooBig as error:
+        raise BadRequest(str(error), status_code=413, err_type="body_too_large") from None
     except msgspec.ValidationError as error:
         raise _bad_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

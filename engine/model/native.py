@@ -7,7 +7,6 @@ cache without gathering it.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -18,11 +17,12 @@ from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Shard, layout
-from engine.model.loader import Checkpoint, ModelDirectory, weight_paths
+from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
 from engine.model.native_ops import CpuDecoder
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
+from engine.model.target_weights import TargetWeights
 from engine.model.targets import Target
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
@@ -70,12 +70,27 @@ class NativeBackend:
     ) -> None:
         self._spec = spec
         self._group = group
-        self._decoder = _make_decoder(config, directory, spec, dtype, group)
+        shard = Shard.of(spec, *((group.rank, group.size) if group else (0, 1)))
+        self._cache = KVCache(
+            [LayerShape(shard.kv_heads, spec.head_dim, spec.head_dim) for _ in spec.layers],
+            num_blocks=config.limits.kv_tokens // config.limits.block_tokens,
+            block_size=config.limits.block_tokens,
+            dtype=dtype,
+            device=torch.device(config.device),
+        )
+        self._decoder = _make_decoder(config, directory, spec, shard, self._cache, dtype, group)
         self.name = self._decoder.name
         self.draw = self._decoder.draw
         self.weight_form = self._decoder.weight_form
         self.parameter_bytes = self._decoder.parameter_bytes
-        _load(self._decoder.targets, Checkpoint(*weight_paths(config)), config.rank_threads)
+        self.weights = TargetWeights(self._decoder.targets)
+        self.weights.load(Checkpoint(directory.path).read, config.rank_threads)
+
+    def memory(self, tag: str) -> list[torch.Tensor]:
+        """See ``torch_runner.Backend``."""
+        if tag == "kv_cache":
+            return [*self._cache.keys, *self._cache.values]
+        return self._decoder.storages
 
     def forward(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
@@ -95,17 +110,11 @@ def _make_decoder(
     config: EngineConfig,
     directory: ModelDirectory,
     spec: DecoderSpec,
+    shard: Shard,
+    cache: KVCache,
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
-    shard = Shard.of(spec, *((group.rank, group.size) if group else (0, 1)))
-    cache = KVCache(
-        [LayerShape(shard.kv_heads, spec.head_dim, spec.head_dim) for _ in spec.layers],
-        num_blocks=config.limits.kv_tokens // config.limits.block_tokens,
-        block_size=config.limits.block_tokens,
-        dtype=dtype,
-        device=torch.device(config.device),
-    )
     reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
     tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
     parts = layout(spec, shard)
@@ -133,17 +142,6 @@ def _make_decoder(
         config=config,
         dtype=dtype,
     )
-
-
-def _load(targets: list[Target], checkpoint: Checkpoint, threads: int) -> None:
-    """Brings every tensor to its places; torch and the packing release the GIL."""
-
-    def bring(target: Target) -> None:
-        target.commit(target.stage(target.source.take(checkpoint.read)))
-
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(bring, targets):
-            pass
 
 
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:

@@ -58,11 +58,11 @@ class CpuDecoder:
         self._shard = shard
         self._parts = parts
         self._group = group
-        self._cache = cache  # its storages are written by C++
+        self._cache, self._tables = cache, tables  # C++ reads and writes their storages
         self._dtype = dtype
         self.weight_form: str = config.weights
         self.targets: list[Target] = []
-        model = self._model(self._layers(tables))
+        model = self._model(self._layers())
         self._handle = c_void_p()
         self._library.call("qd_create", byref(model), config.rank_threads, byref(self._handle))
         self.storages = self._memory.kept
@@ -114,9 +114,8 @@ class CpuDecoder:
 
     # ------------------------------------------------------------------ structures
 
-    def _layers(self, tables: list[torch.Tensor]) -> ctypes.Array[lib.Layer]:
+    def _layers(self) -> ctypes.Array[lib.Layer]:
         layers = (lib.Layer * len(self._spec.layers))()
-        addresses = [self._memory.keep(table).data_ptr() for table in tables]
         for index, (layer, kind) in enumerate(zip(layers, self._spec.layers, strict=True)):
             prefix = f"layers.{index}."
             for name, parts in _MATRICES.items():
@@ -124,7 +123,7 @@ class CpuDecoder:
                 setattr(layer, name, self._matrix(names, self._kind()))
             for name in _NORMS:
                 setattr(layer, name, self._norm(prefix + name))
-            layer.cos_sin = addresses[kind.rotary]
+            layer.cos_sin = self._tables[kind.rotary].data_ptr()
             layer.keys = self._cache.keys[index].data_ptr()
             layer.values = self._cache.values[index].data_ptr()
             layer.window = kind.window

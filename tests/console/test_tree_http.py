@@ -347,12 +347,11 @@ def test_the_fleet_names_both_workers_and_both_ranks(tree):
 
 def test_requests_and_sockets_leave_no_descriptor_behind(tree: Tree):
     """C7: 500 requests and 200 socket sessions."""
-    from websockets.sync.client import connect
 
     def use(at: int) -> None:
         tree.get("/api/conversations" if at % 2 else "/api/fleet")
         if at % 5 < 2:
-            with connect(f"{tree.ws_url}/ws/fleet/", additional_headers=tree.headers) as socket:
+            with tree.socket("/ws/fleet/") as socket:
                 socket.recv(timeout=5)
 
     def descriptors() -> list[int]:
@@ -386,3 +385,15 @@ def test_a_celery_task_runs_in_the_tree(tree: Tree):
         "from console.models import Conversation as C; print(C.objects.filter(title='old').count())"
     )
     eventually(lambda: tree.manage("shell", "-v", "0", "-c", count).strip() == "0", 20, tree)
+
+
+def test_200_hints_of_one_synchronous_process_leave_no_error_line(tree: Tree):
+    """C5: each comes from an event loop of its own."""
+    code = (
+        "from console import events as e\n"
+        "for n in range(200): e.publish_on_commit(e.KeyRevoked(key_id=10**6 + n))\n"
+        "print('done')"
+    )
+    done = tree.manage_process("shell", "-v", "0", "-c", code)
+    assert done.stdout.strip() == "done"
+    assert done.stderr == ""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import httpx
 import psutil
+from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin
 
 from tests.engine.model.tiny import make_scripted_dir
 
@@ -32,7 +34,10 @@ class Tree:
         self.key = ""
 
     def manage(self, *arguments: str) -> str:
-        done = subprocess.run(
+        return self.manage_process(*arguments).stdout
+
+    def manage_process(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [sys.executable, "manage.py", *arguments],
             cwd=ROOT,
             env=self.environment,
@@ -41,7 +46,6 @@ class Tree:
             timeout=60,
             check=True,
         )
-        return done.stdout
 
     def new_key(self, *scopes: str, options: tuple[str, ...] = ()) -> str:
         flags = [part for scope in scopes for part in ("--scope", scope)]
@@ -76,6 +80,26 @@ class Tree:
     def stream(self, path: str, body: object) -> Iterator[httpx.Response]:
         with self.client() as client, client.stream("POST", path, json=body) as response:
             yield response
+
+    @contextlib.contextmanager
+    def browser(self, username: str = "admin", password: str = PASSWORD) -> Iterator[httpx.Client]:
+        """Signed in with the form, as a person would."""
+        with httpx.Client(base_url=self.url, verify=False, timeout=30) as client:
+            client.get("/")
+            token = client.cookies["quarterdeck_csrf"]
+            form = {"username": username, "password": password, "csrfmiddlewaretoken": token}
+            assert client.post("/", data=form).status_code == 302
+            client.headers["X-CSRFToken"] = client.cookies["quarterdeck_csrf"]
+            yield client
+
+    def socket(self, path: str, browser: httpx.Client | None = None) -> ClientConnection:
+        """A websocket on a fresh connection, of the key or of a signed-in browser."""
+        if browser is None:
+            return connect(self.ws_url + path, additional_headers=self.headers)
+        cookies = "; ".join(f"{name}={value}" for name, value in browser.cookies.items())
+        return connect(
+            self.ws_url + path, additional_headers={"Cookie": cookies}, origin=Origin(self.url)
+        )
 
     def fleet(self) -> dict:
         return self.get("/api/fleet").json()
