@@ -7,6 +7,8 @@ services ask ``Principal.require``.
 from __future__ import annotations
 
 import functools
+import os
+import pwd
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -47,7 +49,7 @@ class Forbidden(QuarterdeckError):
 class Principal:
     """Who asks. ``identity`` names the account, ``actor`` is the same for people to read."""
 
-    kind: Literal["anonymous", "session", "key", "relay"] = "anonymous"
+    kind: Literal["anonymous", "session", "key", "relay", "shell", "system"] = "anonymous"
     actor: str = "anonymous"
     role: str = ""
     permissions: frozenset[str] = frozenset()
@@ -82,6 +84,24 @@ class Principal:
 
 
 ANONYMOUS = Principal()
+SYSTEM = Principal(kind="system", actor="system", permissions=frozenset({"control_engine"}))
+
+
+def principal_of_shell() -> Principal:
+    """Whoever may run commands in the home of this console owns all of it."""
+    return Principal(
+        kind="shell",
+        actor=f"shell:{_login_name()}",
+        permissions=frozenset({"view_fleet", "control_engine"}),
+    )
+
+
+def _login_name() -> str:
+    """From the system's own tables: the environment could say anything."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 # ---------------------------------------------------------------- people

@@ -11,9 +11,9 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 
 from console import auth
 from console.access import requires
-from console.api.errors import BadField
 from console.api.meta import as_base64
 from console.api.schemas import ConversationBody, decode
+from console.fields import BadField
 from console.http import ApiRequest
 from console.services import conversations, fleet, tokens
 from console.worker import this_worker
