@@ -17,6 +17,9 @@ check: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
 
+soak: .venv/.ready model
+	$(BIN)/python -m pytest -m soak --timeout 3600
+
 bench: .venv/.ready model
 	$(BIN)/python manage.py bench
 

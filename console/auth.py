@@ -183,16 +183,16 @@ def _principal_of_account(account: dict[str, Any]) -> Principal:
 
 
 def make_ticket(principal: Principal) -> str:
-    """Opens one socket within ``TICKET_AGE_S`` for a client that cannot send headers."""
-    return signing.dumps(_account(principal), salt=TICKET_SALT, compress=True)
+    """Opens a socket within ``TICKET_AGE_S`` for a key; browsers have their cookie."""
+    return signing.dumps(principal.key_id, salt=TICKET_SALT)
 
 
 def principal_of_ticket(ticket: str) -> Principal:
     try:
-        account = signing.loads(ticket, salt=TICKET_SALT, max_age=TICKET_AGE_S)
+        key_id = signing.loads(ticket, salt=TICKET_SALT, max_age=TICKET_AGE_S)
     except signing.BadSignature:
-        return replace(ANONYMOUS, refusal="the ticket is invalid or older than 30 s")
-    return _principal_of_account(account)
+        return replace(ANONYMOUS, refusal="the ticket is invalid or too old")
+    return principal_of_key_id(key_id)
 
 
 @functools.cache

@@ -21,6 +21,8 @@ from engine.client import EngineClient
 
 log = logging.getLogger(__name__)
 
+LAST_WORDS_S = 1.0  # for the end frames, when the worker leaves
+
 
 class Lifespan:
     """The ASGI application of the ``lifespan`` scope."""
@@ -70,9 +72,11 @@ class Lifespan:
 
 
 async def leave(worker: Worker) -> None:
-    """Refuses what is new and aborts what runs, while the sockets can still be told."""
+    """Refuses what is new, aborts what runs, and lets every socket hear how its streams ended."""
     worker.leaving = True
     await worker.hub.close()
+    if worker.pumps:
+        await asyncio.wait(worker.pumps, timeout=LAST_WORDS_S)
 
 
 def on_hint(event: events.Known) -> None:

@@ -77,10 +77,11 @@ def _for_browsers(base: type[MiddlewareMixin]) -> Any:
     """``base``, skipped by requests that carry no browser's session."""
 
     class ForBrowsers(base):  # type: ignore[misc, valid-type]
-        async def __acall__(self, request: HttpRequest) -> HttpResponseBase:
+        def __call__(self, request: HttpRequest) -> Any:
+            """In async mode a coroutine of the response, as Django's own returns."""
             if request.path_info in PROBES or bearer_token(request) is not None:
-                return await self.get_response(request)  # type: ignore[no-any-return]
-            return await super().__acall__(request)  # type: ignore[no-any-return]
+                return self.get_response(request)
+            return super().__call__(request)
 
     return ForBrowsers
 

@@ -150,17 +150,17 @@ class Supervisor:
             settings.QUARTERDECK_SOCKETS / f"worker-{number}.sock"
             for number in range(1, settings.QUARTERDECK_WORKERS + 1)
         ]
-        groups = [[valkey()] if settings.QUARTERDECK_OWN_VALKEY else [], [engine()]]
-        groups.append(
-            [
-                web_worker(number, listener, path)
-                for number, (listener, path) in enumerate(
-                    zip(self._listeners, self._workers, strict=True), start=1
-                )
-            ]
-        )
-        groups.append([celery_worker(), celery_beat()])
-        self._groups = [[Child(spec) for spec in group] for group in groups]
+        web = [
+            web_worker(number, listener, path)
+            for number, (listener, path) in enumerate(
+                zip(self._listeners, self._workers, strict=True), start=1
+            )
+        ]
+        own_valkey = [valkey()] if settings.QUARTERDECK_OWN_VALKEY else []
+        clients = [*web, celery_worker(), celery_beat()]
+        self._groups = [
+            [Child(spec) for spec in group] for group in (own_valkey, [engine()], clients)
+        ]
 
     def main_loop(self) -> None:
         while self._signals.stop is None:

@@ -60,11 +60,22 @@ native_api = [
     path("v1/detokenize", native.detokenize),
 ]
 
+NOT_BUILT = (
+    "clear_hicache_storage_backend",
+    "dump_expert_distribution_record",
+    "invocations",
+    "ping",
+    "start_expert_distribution_record",
+    "stop_expert_distribution_record",
+    "vertex_generate",
+)
+
 urlpatterns = [
     *pages,
     *console_api,
     *openai_api,
     *native_api,
+    *(path(name, native.not_supported) for name in NOT_BUILT),
     path("admin/login/", login.admin_login),
     path("admin/logout/", login.sign_out),
     path("admin/", admin.site.urls),

@@ -6,6 +6,8 @@ opens and closes it. In a process that serves nothing (a command, Celery) no eng
 
 from __future__ import annotations
 
+import asyncio
+
 from django.conf import settings
 from redis.asyncio import Redis
 
@@ -29,6 +31,7 @@ class Worker:
         self.feed = FleetFeed()
         self.lineage = Lineage()
         self.sockets = Sockets()
+        self.pumps: set[asyncio.Task[None]] = set()  # each carries one stream to one socket
         self.leaving = False
 
     @property

@@ -63,7 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     home: str
     model_path: str
-    backend: Literal["auto", "hf", "native", "scripted"] = "auto"
+    # auto: native where it covers the model, else hf; eager: native's decoder in torch operators
+    backend: Literal["auto", "hf", "native", "eager", "scripted"] = "auto"
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["bf16", "fp32"] = "bf16"
     weights: Literal["plain", "int4", "auto"] = "plain"

@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 from channels.db import database_sync_to_async
-from django.http import HttpResponse, JsonResponse
+from django.http import HttpResponse
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from console import auth
 from console.access import requires
+from console.api.answers import json_answer
 from console.api.meta import as_base64
 from console.api.schemas import ConversationBody, decode
 from console.fields import BadField
@@ -25,15 +26,15 @@ PAGE_SIZE = 50
 @requires("view_fleet")
 async def read_fleet(request: ApiRequest) -> HttpResponse:
     """Engine, workers and ranks, as the router knows them now."""
-    return JsonResponse(await fleet.read_fleet())
+    return json_answer(await fleet.read_fleet())
 
 
 @require_POST
-@requires("view_fleet")
+@requires("view_fleet", key_only=True)
 async def make_ticket(request: ApiRequest) -> HttpResponse:
-    """Opens one websocket as ``?ticket=...``, for clients that cannot send headers."""
+    """Opens a websocket as ``?ticket=...``, for programs that cannot send headers there."""
     ticket = auth.make_ticket(request.principal)
-    return JsonResponse({"ticket": ticket, "expires_in": auth.TICKET_AGE_S})
+    return json_answer({"ticket": ticket, "expires_in": auth.TICKET_AGE_S})
 
 
 @require_GET
@@ -46,7 +47,7 @@ async def list_conversations(request: ApiRequest) -> HttpResponse:
         offset=_number("offset", request.GET.get("offset", "0")),
         size=PAGE_SIZE,
     )
-    return JsonResponse(page)
+    return json_answer(page)
 
 
 def _number(name: str, raw: str) -> int:
@@ -73,7 +74,7 @@ async def conversation(request: ApiRequest, conversation_id: int) -> HttpRespons
             request.principal, conversation_id, fields
         )
     read = database_sync_to_async(conversations.read)
-    return JsonResponse(await read(request.principal, conversation_id))
+    return json_answer(await read(request.principal, conversation_id))
 
 
 @require_GET
@@ -90,7 +91,10 @@ async def export_conversation(request: ApiRequest, conversation_id: int) -> Http
             conversations.as_markdown(content), content_type="text/markdown; charset=utf-8"
         )
     else:
-        response = JsonResponse(content, json_dumps_params={"indent": 2})
+        response = HttpResponse(
+            msgspec.json.format(msgspec.json.encode(content), indent=2),
+            content_type="application/json",
+        )
     name = f"conversation-{conversation_id}.{form}"
     response["Content-Disposition"] = f'attachment; filename="{name}"'
     return response
@@ -100,7 +104,7 @@ async def export_conversation(request: ApiRequest, conversation_id: int) -> Http
 @requires("view_fleet")
 async def epoch(request: ApiRequest, number: int) -> HttpResponse:
     """Which weights an epoch was: version, trainer's step, update job, checksum."""
-    return JsonResponse(await fleet.read_epoch(number))
+    return json_answer(await fleet.read_epoch(number))
 
 
 @require_GET
@@ -109,4 +113,4 @@ async def token_bytes(request: ApiRequest) -> HttpResponse:
     """``?ids=1,2,3``: the exact bytes of tokens, base64, by id."""
     tokenizer = this_worker().engine.tokenizer
     ids = [_number("ids", raw) for raw in request.GET.get("ids", "").split(",")]
-    return JsonResponse({"tokens": {i: as_base64(tokens.token_bytes(tokenizer, i)) for i in ids}})
+    return json_answer({"tokens": {i: as_base64(tokens.token_bytes(tokenizer, i)) for i in ids}})

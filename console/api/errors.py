@@ -6,8 +6,9 @@ import logging
 import uuid
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse
 
+from console.api.answers import json_answer
 from engine.errors import NotFound, QuarterdeckError
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def error_body(error: QuarterdeckError, *, openai: bool = False) -> dict[str, An
 
 def error_response(request: HttpRequest, error: QuarterdeckError) -> HttpResponse:
     body = error_body(error, openai=request.path_info.startswith("/v1/"))
-    response = JsonResponse(body, status=error.status_code)
+    response = json_answer(body, status=error.status_code)
     if error.retry_after_s:
         response["Retry-After"] = str(error.retry_after_s)
     if error.status_code == 401:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from console.services import fleet
+from engine.errors import QuarterdeckError
 from engine.messages import (
     Finish,
     InputLogprobs,
@@ -18,6 +19,7 @@ from engine.messages import (
 )
 
 Triple = list[Any]  # [logprob, token id, text or None]
+RETRY_S = 2  # after a failure that mends itself: an engine or a rank that restarts
 
 
 def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
@@ -32,6 +34,17 @@ def finish_reason(finish: Finish | None) -> dict[str, Any] | None:
         reason["status_code"] = finish.status_code
         reason["err_type"] = finish.err_type
     return reason
+
+
+def raise_failure(finish: Finish | None) -> None:
+    """An abort that somebody asked for is an answer; one by a failure is an error."""
+    if finish is not None and finish.type == "abort" and finish.status_code:
+        raise QuarterdeckError(
+            finish.message,
+            status_code=finish.status_code,
+            err_type=finish.err_type,
+            retry_after_s=RETRY_S if finish.status_code == 503 else 0,
+        )
 
 
 async def provenance(row: StrRow, before: int) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from contextlib import aclosing
 from typing import Any
 
 from django.conf import settings
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from console.access import open_to_all, requires
 from console.api import meta
+from console.api.answers import json_answer
 from console.api.errors import NotSupported, error_response
 from console.api.expand import Expanded, expand
 from console.api.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody, decode
@@ -25,7 +26,7 @@ from console.services.tokens import token_text
 from console.version import VERSION
 from console.worker import this_worker
 from engine.client import GenerateReqInput
-from engine.errors import BadRequest, EngineUnreachable, QuarterdeckError
+from engine.errors import BadRequest, EngineUnreachable
 from engine.messages import Provenance, SamplingParams, StrRow, merge
 from engine.runfile import read_run_file
 
@@ -48,20 +49,11 @@ async def generate(request: ApiRequest) -> HttpResponse:
         return await event_stream(events)  # type: ignore[return-value]
     rows = await collect(inference.generate(requests, expanded.parent), len(requests))
     for row in rows:
-        _raise_failure(row)
+        meta.raise_failure(row.finish)
     answers = [
         await _result(asked, row, asked_at) for asked, row in zip(requests, rows, strict=True)
     ]
-    return JsonResponse(answers if expanded.many else answers[0], safe=False)
-
-
-def _raise_failure(row: StrRow) -> None:
-    """An abort that somebody asked for is an answer; one by a failure is an error."""
-    finish = row.finish
-    if finish is not None and finish.type == "abort" and finish.status_code:
-        raise QuarterdeckError(
-            finish.message, status_code=finish.status_code, err_type=finish.err_type
-        )
+    return json_answer(answers if expanded.many else answers[0])
 
 
 async def _events(
@@ -156,7 +148,7 @@ async def abort_request(request: ApiRequest) -> HttpResponse:
         )
         found += reply.result.get("found", [])
     message = f"aborted {len(found)} requests" if found else "no such request is running"
-    return JsonResponse({"success": bool(found), "message": message, "found": found})
+    return json_answer({"success": bool(found), "message": message, "found": found})
 
 
 # ---------------------------------------------------------------- health
@@ -176,7 +168,7 @@ async def ready(request: HttpRequest) -> HttpResponse:
     worker = this_worker()
     snapshot = worker.client.snapshot if worker.client is not None else None
     state = snapshot.engine.state if snapshot is not None else "unreachable"
-    return JsonResponse({"state": state}, status=200 if worker.ready else 503)
+    return json_answer({"state": state}, status=200 if worker.ready else 503)
 
 
 @require_GET
@@ -209,7 +201,7 @@ async def health_generate(request: HttpRequest) -> HttpResponse:
 async def get_model_info(request: ApiRequest) -> HttpResponse:
     snapshot = await fleet.read_snapshot()
     path = _config("model_path")
-    return JsonResponse(
+    return json_answer(
         {
             "model_path": path,
             "tokenizer_path": path,
@@ -226,7 +218,7 @@ async def get_model_info(request: ApiRequest) -> HttpResponse:
 @requires("view_fleet")
 async def get_weight_version(request: ApiRequest) -> HttpResponse:
     engine = (await fleet.read_snapshot()).engine
-    return JsonResponse(
+    return json_answer(
         {
             "weight_version": engine.weight_version,
             "epoch": engine.epoch,
@@ -264,7 +256,7 @@ async def get_server_info(request: ApiRequest) -> HttpResponse:
             if rank.tp == 0
         ],
     }
-    return JsonResponse(info)
+    return json_answer(info)
 
 
 def _config(name: str) -> Any:
@@ -284,7 +276,7 @@ async def tokenize(request: ApiRequest) -> HttpResponse:
     body = decode(request, TokenizeBody)
     engine = this_worker().engine
     tokens = engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    return JsonResponse(
+    return json_answer(
         {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_context}
     )
 
@@ -297,7 +289,7 @@ async def detokenize(request: ApiRequest) -> HttpResponse:
     tokenizer = this_worker().engine.tokenizer
     text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
     pieces = [token_text(tokenizer, token) for token in body.tokens]
-    return JsonResponse({"text": text, "pieces": pieces})
+    return json_answer({"text": text, "pieces": pieces})
 
 
 # ---------------------------------------------------------------- not built

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from django.conf import settings
-from django.http import HttpResponse, JsonResponse
+from django.http import HttpResponse
 from django.views.decorators.http import require_GET, require_POST
 
 from console.access import requires
 from console.api import meta
+from console.api.answers import json_answer
 from console.api.errors import ModelNotFound, NotSupported
 from console.api.expand import for_sample
 from console.api.schemas import (
@@ -37,7 +38,7 @@ from console.services.rows import collect
 from console.services.tokens import token_bytes, token_text
 from console.worker import this_worker
 from engine.client import GenerateReqInput
-from engine.errors import EngineUnreachable, QuarterdeckError
+from engine.errors import EngineUnreachable
 from engine.messages import Finish, LogprobParams, OutputLogprobs, Provenance, StrRow
 from engine.runfile import read_run_file
 from engine.tokenizer import Tokenizer
@@ -82,14 +83,14 @@ def _model(name: str, root: str) -> dict[str, Any]:
 @requires("use_inference")
 async def models(request: ApiRequest) -> HttpResponse:
     name, path = served_model()
-    return JsonResponse({"object": "list", "data": [_model(name, path)]})
+    return json_answer({"object": "list", "data": [_model(name, path)]})
 
 
 @require_GET
 @requires("use_inference")
 async def model(request: ApiRequest, name: str) -> HttpResponse:
     served = check_model(name)
-    return JsonResponse(_model(served, served_model()[1]))
+    return json_answer(_model(served, served_model()[1]))
 
 
 # ---------------------------------------------------------------- chat completions
@@ -209,11 +210,11 @@ async def _answer(
     rows = await collect(inference.generate(job.requests, job.id), len(job.requests))
     choices = []
     for index, row in enumerate(rows):
-        _raise_failure(row.finish)
+        meta.raise_failure(row.finish)
         job.see(index, row)
         choices.append(shape.choice(index, row))
     provenance = await meta.provenance(rows[0], 0)
-    return JsonResponse(
+    return json_answer(
         {
             **_head(job, shape.whole),
             "choices": choices,
@@ -223,13 +224,6 @@ async def _answer(
     )
 
 
-def _raise_failure(finish: Finish | None) -> None:
-    if finish is not None and finish.type == "abort" and finish.status_code:
-        raise QuarterdeckError(
-            finish.message, status_code=finish.status_code, err_type=finish.err_type
-        )
-
-
 async def _events(
     job: _Job, shape: _Chat | _Text, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
@@ -237,7 +231,7 @@ async def _events(
     usage = {"usage": None} if include_usage else {}
     async with aclosing(inference.generate(job.requests, job.id)) as rows:
         async for index, row in rows:
-            _raise_failure(row.finish)
+            meta.raise_failure(row.finish)
             job.see(index, row)
             for choice in shape.deltas(index, row):
                 yield event({**head, "choices": [choice], **usage})

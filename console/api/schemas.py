@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
+from django.core.exceptions import RequestDataTooBig
 from django.http import HttpRequest
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from console.api.errors import NotSupported
 from console.fields import BadField, read_json
 from engine.client import SamplingDefaults
+from engine.errors import BadRequest
 from engine.messages import SamplingParams
 
 T = TypeVar("T")
@@ -30,7 +32,11 @@ Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
 def decode(request: HttpRequest, kind: type[T]) -> T:
     """The JSON body as ``kind``."""
-    return read_json(request.body, kind)
+    try:
+        content = request.body
+    except RequestDataTooBig as error:
+        raise BadRequest(str(error), status_code=413, err_type="body_too_large") from None
+    return read_json(content, kind)
 
 
 def refuse_fields(body: Struct, names: tuple[str, ...]) -> None:

@@ -15,6 +15,7 @@ from console.access import requires
 from console.consumers.socket import SignedInSocket, error_frame
 from console.services import chat
 from console.services.question import Question, StreamId
+from console.worker import this_worker
 from engine.errors import BadRequest, NotFound, QuarterdeckError
 
 STREAMS_PER_SOCKET = 32
@@ -72,7 +73,10 @@ class ChatConsumer(SignedInSocket):
 
     def _follow(self, stream: str, attachment: chat.Attachment) -> None:
         self._attached[stream] = attachment
-        self.spawn(self._pump(stream, attachment))
+        pumps = this_worker().pumps
+        pump = self.spawn(self._pump(stream, attachment))
+        pumps.add(pump)
+        pump.add_done_callback(pumps.discard)
 
     async def _pump(self, stream: str, attachment: chat.Attachment) -> None:
         """Frames to the browser at the browser's pace."""

@@ -75,11 +75,12 @@ class SignedInSocket(AsyncWebsocketConsumer):
         for task in self._tasks:
             task.cancel()
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Work that goes on while the socket hears its next frame."""
         task = asyncio.create_task(_until_gone(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def send_frame(self, frame: bytes) -> None:
         await self.send(text_data=frame.decode())

@@ -146,9 +146,11 @@ class FlushCache(Action, frozen=True, kw_only=True):
         return self.deadline_s + self.timeout_s
 
     def will(self) -> list[str]:
-        wait = f"It waits up to {self.timeout_s:g} s for running requests, then " if (
-            self.timeout_s
-        ) else "Now "
+        wait = (
+            f"It waits up to {self.timeout_s:g} s for running requests, then "
+            if (self.timeout_s)
+            else "Now "
+        )
         return [f"{wait}every cached block that no live request holds is dropped, on every rank."]
 
     def impact(self, load: Load) -> str:

@@ -50,9 +50,7 @@ class Preview:
     refusal: str
 
 
-def preview(
-    principal: Principal, name: str, given: Mapping[str, Any], *, base_url: str
-) -> Preview:
+def preview(principal: Principal, name: str, given: Mapping[str, Any], *, base_url: str) -> Preview:
     """What an action would do now; nothing is written or sent. Raises ``Forbidden``."""
     action = _permitted(principal, name).read(given)
     load = current_load()

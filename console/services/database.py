@@ -41,9 +41,7 @@ async def in_database(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
     return await within(PATIENCE_S, work, *args, **kwargs)
 
 
-async def within(
-    timeout_s: float, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-) -> T:
+async def within(timeout_s: float, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Like ``in_database``, but gives up after ``timeout_s``; the work may still happen then."""
     call = functools.partial(_run, work, *args, **kwargs)
     future = asyncio.get_running_loop().run_in_executor(_pool, call)

@@ -247,7 +247,9 @@ class Stream:
                 yield self._frames[next_index - self._first]
                 next_index += 1
             elif self._pending:
-                await asyncio.sleep(max(0.0, flushed_at + FLUSH_S - time.monotonic()))
+                early_s = flushed_at + FLUSH_S - time.monotonic()
+                if early_s > 0:
+                    await asyncio.sleep(early_s)
                 if reader == self.reader:
                     self._flush()
                     flushed_at = time.monotonic()

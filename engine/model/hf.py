@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from engine.errors import ConfigError
 from engine.model.inputs import Batch
-from engine.model.kv_cache import LayerShape, PagedCache
+from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.loader import Checkpoint, ModelDirectory
+from engine.model.sampler import draw_rows
 
 ATTENTION = "quarterdeck_paged"
 _STEP = "quarterdeck_step"  # attribute of every attention module: the backend's _Step
@@ -32,7 +34,7 @@ class _Step:
     """What the attention function must know; one per model, filled for each forward."""
 
     layers: dict[int, LayerShape]
-    cache: PagedCache | None = None
+    cache: KVCache | None = None
     batch: Batch | None = None
     contexts: list[torch.Tensor] | None = None
 
@@ -40,19 +42,28 @@ class _Step:
 class HfBackend:
     """A transformers model on one device. ``parameter_bytes`` counts tied weights once."""
 
+    name = "hf"
     weight_form = "plain"
+    draw = staticmethod(draw_rows)
 
     def __init__(
-        self, directory: ModelDirectory, *, dtype: torch.dtype, num_blocks: int, block_size: int
+        self,
+        directory: ModelDirectory,
+        *,
+        paths: tuple[Path, ...],
+        dtype: torch.dtype,
+        num_blocks: int,
+        block_size: int,
     ) -> None:
         self.model = _load(directory, dtype)
+        _overlay(self.model, [path for path in paths if path != directory.path])
         self._step = _Step(layers={})
         for module in self.model.modules():
             if hasattr(module, "layer_idx"):
                 setattr(module, _STEP, self._step)
         self._probe(directory)
         shapes = [self._step.layers[index] for index in sorted(self._step.layers)]
-        self._step.cache = PagedCache(
+        self._step.cache = KVCache(
             shapes,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -115,6 +126,17 @@ def _load(directory: ModelDirectory, dtype: torch.dtype) -> Any:
         names = ", ".join(sorted(report["missing_keys"])[:5])
         raise ConfigError(f"{directory.path} lacks {len(report['missing_keys'])} tensors: {names}")
     return model.eval()
+
+
+def _overlay(model: Any, paths: list[Path]) -> None:
+    """Puts the weights of later epochs over those of the model's own directory."""
+    checkpoint = Checkpoint(*paths)
+    parameters: dict[str, torch.Tensor] = model.state_dict()
+    unknown = sorted(checkpoint.names - parameters.keys())
+    if unknown:
+        raise ConfigError(f"{paths[-1]} has tensors that this model lacks: {unknown[:5]}")
+    for name in checkpoint.names:
+        parameters[name].copy_(checkpoint.read(name))
 
 
 def _attend(

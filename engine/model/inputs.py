@@ -23,6 +23,8 @@ class Batch:
     query_starts: int32 [rows + 1], the tokens of row r are ``query_starts[r]:query_starts[r+1]``.
     context_lengths: int32 [rows], tokens of the row that are in the cache after this step.
     block_tables: int32 [rows, blocks of the longest row], padded with 0.
+    longest_chunk, longest_context: the most new tokens and the longest context of a row, as far
+    as the host knows them; 0 says that it does not.
     """
 
     token_ids: torch.Tensor
@@ -32,6 +34,8 @@ class Batch:
     context_lengths: torch.Tensor
     block_tables: torch.Tensor
     block_size: int
+    longest_chunk: int = 0
+    longest_context: int = 0
 
     @property
     def rows(self) -> int:
@@ -68,6 +72,8 @@ def build(rows: list[PlanRow], slots: SlotTable, block_size: int) -> Batch:
         context_lengths=torch.from_numpy(starts + counts),
         block_tables=torch.from_numpy(tables),
         block_size=block_size,
+        longest_chunk=int(counts.max()),
+        longest_context=int((starts + counts).max()),
     )
 
 

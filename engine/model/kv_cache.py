@@ -21,7 +21,7 @@ class LayerShape:
     value_width: int
 
 
-class PagedCache:
+class KVCache:
     """``keys[layer]`` is [num_blocks * block_size, kv_heads, key_width]; ``values`` likewise.
 
     The memory is zeroed and taken from the system when it is first written.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,11 +93,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class Checkpoint:
-    """The tensors of a directory by name, read one at a time; sharded or not."""
+    """Tensors by name, read one at a time, of directories (sharded or not) and safetensors files.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file_of = _file_of_tensors(path)
+    Of several paths the later wins, tensor by tensor: an epoch may be a base and updates over it.
+    """
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self._file_of = {
+            name: file for path in paths for name, file in _file_of_tensors(path).items()
+        }
 
     @property
     def names(self) -> frozenset[str]:
@@ -107,25 +113,36 @@ class Checkpoint:
         from safetensors import safe_open
 
         if name not in self._file_of:
-            raise ConfigError(f"{self._path} has no tensor {name}")
-        with safe_open(self._path / self._file_of[name], framework="pt") as file:
+            raise ConfigError(f"{' + '.join(map(str, self._paths))} has no tensor {name}")
+        with safe_open(self._file_of[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
 
-def _file_of_tensors(path: Path) -> dict[str, str]:
+def weight_paths(config: EngineConfig) -> tuple[Path, ...]:
+    """Where the weights of the configured epoch are."""
+    return tuple(map(Path, config.weight_paths)) or (Path(config.model_path),)
+
+
+def _file_of_tensors(path: Path) -> dict[str, Path]:
+    if path.is_file():
+        return _names_in(path)
     if (path / INDEX).exists():
         index: dict[str, str] = _read_json(path / INDEX).get("weight_map", {})
         missing = sorted({name for name in index.values() if not (path / name).exists()})
         if missing:
             raise ConfigError(f"{path} lacks {', '.join(missing)}, which {INDEX} names")
-        return index
+        return {name: path / file for name, file in index.items()}
     if not (path / SINGLE).exists():
         raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}")
+    return _names_in(path / SINGLE)
+
+
+def _names_in(file: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path / SINGLE, framework="np") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
+        with safe_open(file, framework="np") as opened:
+            return dict.fromkeys(opened.keys(), file)
     except SafetensorError as error:
-        raise ConfigError(f"{path / SINGLE} cannot be read: {error}") from error
+        raise ConfigError(f"{file} cannot be read: {error}") from error

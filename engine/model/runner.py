@@ -8,12 +8,15 @@ others in the next plan.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.loader import ModelDirectory, open_directory
 from engine.scheduler.plan import ModelInfo, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from engine.scheduler.ranks import Group
 
 
 class ModelRunner(Protocol):
@@ -29,13 +32,6 @@ class ModelRunner(Protocol):
     def close(self) -> None:
         """Frees what the process would otherwise hold."""
         ...
-
-
-class Group(Protocol):
-    """The tp group of this rank (scheduler/ranks.py); ``size`` 1 has no collectives."""
-
-    rank: int
-    size: int
 
 
 def make_runner(

@@ -1,7 +1,7 @@
 """Logits to tokens: penalties, filters, seeded draws, logprobs and entropy, row by row.
 
-Path: runner.py -> here -> plan.SampledRow. Definitions, in the order in which they apply to the
-fp32 logits of a row:
+Path: torch_runner.py -> here -> plan.SampledRow. Definitions, in the order in which they apply to
+the fp32 logits of a row:
 
 1. repetition penalty (prompt and output), frequency and presence penalties (output), logit bias;
 2. stop ids are masked while the output is shorter than ``min_new_tokens``;
@@ -12,10 +12,14 @@ fp32 logits of a row:
    nothing was filtered, else from the most to the least probable.
 
 A row's result depends on its own logits and slot alone, never on the batch, so a retracted row that
-comes back makes the same tokens again.
+comes back makes the same tokens again. Steps 3 to 5 exist twice: ``draw`` here, and the same in
+C++ (csrc/sample.hpp), which a backend may offer as its own ``draw``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -26,28 +30,56 @@ from engine.scheduler.plan import SampledRow
 _FEW = 512  # candidates looked at before top-p falls back to sorting the whole vocabulary
 
 
+@dataclass(slots=True, kw_only=True)
+class DrawRequest:
+    """Steps 3 to 5 of one row. ``temperature`` 0 takes the best token, ``forced`` the given one."""
+
+    temperature: float
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    point: float = 0.0
+    forced: int | None = None
+    describe: bool = False  # logprob, entropy and logsumexp are wanted
+
+
+@dataclass(slots=True)
+class DrawResult:
+    """``entropy`` in nats; ``logsumexp`` is of the logits over the temperature."""
+
+    token_id: int
+    logprob: float = 0.0
+    entropy: float = 0.0
+    logsumexp: float = 0.0
+
+
+Draw = Callable[[torch.Tensor, list[DrawRequest]], list[DrawResult]]
+
+
 class Sampler:
     """Samples the rows of a step. ``eos_token_ids`` are what ``min_new_tokens`` holds back."""
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, eos_token_ids: tuple[int, ...], draw: Draw | None = None) -> None:
         self._eos_token_ids = eos_token_ids
+        self._draw = draw or draw_rows
 
     def sample(self, logits: torch.Tensor, slots: list[Slot], results: list[SampledRow]) -> None:
         """Fills ``results``; row i of ``logits`` (fp32 [rows, vocab], overwritten) is slot i's."""
-        raw = {i: logits[i].clone() for i, slot in enumerate(slots) if _wants_raw(slot)}
+        raw = {i: logits[i].clone() for i, slot in enumerate(slots) if _keeps_raw(slot)}
         for row, slot in zip(logits, slots, strict=True):
             self._adjust(row, slot)
-        drawn = [i for i, slot in enumerate(slots) if not slot.greedy]
-        tokens: list[int] = logits.argmax(-1).tolist()
-        for i in drawn:
-            tokens[i] = _draw(logits[i], slots[i])
+        requests = [_request(slot) for slot in slots]
+        drawn = self._draw(logits, requests)
         for i, (slot, result) in enumerate(zip(slots, results, strict=True)):
-            result.token_id = tokens[i]
-            if slot.logprob is not None or slot.return_entropy:
-                describe(raw.get(i, logits[i]), slot, result)
+            result.token_id = drawn[i].token_id
+            if i in raw:
+                request = DrawRequest(temperature=0.0, forced=drawn[i].token_id, describe=True)
+                _tell(raw[i], request, self._draw(raw[i][None], [request])[0], slot, result)
+            elif requests[i].describe:
+                _tell(logits[i], requests[i], drawn[i], slot, result)
 
     def _adjust(self, row: torch.Tensor, slot: Slot) -> None:
-        """Steps 1 to 3 on one row, in place."""
+        """Steps 1 and 2 on one row, in place."""
         sampling = slot.sampling
         if slot.penalised:
             _penalise(row, slot)
@@ -58,12 +90,35 @@ class Sampler:
             held_back = set(sampling.stop_token_ids)
             held_back.update(() if sampling.ignore_eos else self._eos_token_ids)
             row[torch.tensor(sorted(held_back), dtype=torch.int64, device=row.device)] = -torch.inf
-        if not slot.greedy and sampling.temperature != 1.0:
-            row /= sampling.temperature
 
 
-def _wants_raw(slot: Slot) -> bool:
-    return slot.logprob is not None and slot.logprob.raw
+def _keeps_raw(slot: Slot) -> bool:
+    """Whether the untouched logits are wanted and will not be what is left of the row."""
+    if slot.logprob is None or not slot.logprob.raw:
+        return False
+    sampling = slot.sampling
+    return bool(
+        slot.penalised
+        or sampling.logit_bias
+        or sampling.min_new_tokens > len(slot.output_ids)
+        or not (slot.greedy or sampling.temperature == 1.0)
+    )
+
+
+def _request(slot: Slot) -> DrawRequest:
+    sampling = slot.sampling
+    describe = slot.logprob is not None or slot.return_entropy
+    if slot.greedy:
+        return DrawRequest(temperature=0.0, describe=describe)
+    assert sampling.seed is not None
+    return DrawRequest(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        point=uniform(sampling.seed, len(slot.output_ids)),
+        describe=describe,
+    )
 
 
 def _penalise(row: torch.Tensor, slot: Slot) -> None:
@@ -79,16 +134,55 @@ def _penalise(row: torch.Tensor, slot: Slot) -> None:
         row[made] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def _draw(row: torch.Tensor, slot: Slot) -> int:
+def _tell(
+    row: torch.Tensor, request: DrawRequest, drawn: DrawResult, slot: Slot, result: SampledRow
+) -> None:
+    """Entropy, logprob and candidates of a row [vocab], as its slot wants them."""
+    if slot.return_entropy:
+        result.entropy = drawn.entropy
+    wanted = slot.logprob
+    if wanted is None:
+        return
+    result.logprob = drawn.logprob
+    scale = 1.0 / (request.temperature or 1.0)
+    if wanted.top_num:
+        ids, values = best(row, wanted.top_num)
+        result.top = ids, [value * scale - drawn.logsumexp for value in values]
+    if wanted.token_ids is not None:
+        ids, values = chosen(row, wanted.token_ids)
+        result.token_logprobs = ids, [value * scale - drawn.logsumexp for value in values]
+
+
+def draw_rows(logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+    """Steps 3 to 5 of fp32 logits [rows, vocab]; the reference of csrc/sample.hpp."""
+    tokens: list[int] = logits.argmax(-1).tolist()
+    results = []
+    for row, token_id, request in zip(logits, tokens, requests, strict=True):
+        if request.temperature > 0.0:
+            row = row / request.temperature
+            token_id = _draw(row, request) if request.forced is None else token_id
+        result = DrawResult(token_id if request.forced is None else request.forced)
+        if request.describe:
+            _describe(row, result)
+        results.append(result)
+    return results
+
+
+def _describe(row: torch.Tensor, result: DrawResult) -> None:
+    result.logsumexp = float(row.logsumexp(-1))
+    logprobs = row - result.logsumexp
+    result.logprob = float(logprobs[result.token_id])
+    probabilities = logprobs.exp()
+    result.entropy = float(-torch.special.xlogy(probabilities, probabilities).sum())
+
+
+def _draw(row: torch.Tensor, request: DrawRequest) -> int:
     """Steps 4 and 5: one token out of the processed logits [vocab]."""
-    sampling = slot.sampling
-    assert sampling.seed is not None
-    point = uniform(sampling.seed, len(slot.output_ids))
     probabilities = row.softmax(-1)
-    if sampling.top_k <= 0 and sampling.top_p >= 1.0 and sampling.min_p <= 0.0:
-        return _invert(probabilities, point)
-    values, ids = _candidates(probabilities, sampling.top_k, sampling.top_p, sampling.min_p)
-    return int(ids[_invert(values, point)])
+    if request.top_k <= 0 and request.top_p >= 1.0 and request.min_p <= 0.0:
+        return _invert(probabilities, request.point)
+    values, ids = _candidates(probabilities, request.top_k, request.top_p, request.min_p)
+    return int(ids[_invert(values, request.point)])
 
 
 def _candidates(
@@ -124,29 +218,13 @@ def _invert(weights: torch.Tensor, point: float) -> int:
     return min(index, int(weights.nonzero()[-1]))
 
 
-def describe(row: torch.Tensor, slot: Slot, result: SampledRow) -> None:
-    """Logprob, candidates and entropy of ``result.token_id`` under the logits ``row`` [vocab]."""
-    logprobs = row.log_softmax(-1)
-    if slot.return_entropy:
-        probabilities = logprobs.exp()
-        result.entropy = float(-torch.special.xlogy(probabilities, probabilities).sum())
-    wanted = slot.logprob
-    if wanted is None:
-        return
-    assert result.token_id is not None
-    result.logprob = float(logprobs[result.token_id])
-    result.top = best(logprobs, wanted.top_num) if wanted.top_num else None
-    if wanted.token_ids is not None:
-        result.token_logprobs = chosen(logprobs, wanted.token_ids)
+def best(values: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
+    """The ids of the ``count`` largest of ``values`` [vocab], and these, largest first."""
+    largest, ids = values.topk(min(count, values.shape[-1]))
+    return ids.tolist(), largest.tolist()
 
 
-def best(logprobs: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
-    """The ``count`` most probable ids and their logprobs, best first."""
-    values, ids = logprobs.topk(min(count, logprobs.shape[-1]))
-    return ids.tolist(), values.tolist()
-
-
-def chosen(logprobs: torch.Tensor, token_ids: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """The given ids and their logprobs, in the given order."""
-    values: list[float] = logprobs[list(token_ids)].tolist()
-    return list(token_ids), values
+def chosen(values: torch.Tensor, token_ids: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """The given ids and their ``values`` [vocab], in the given order."""
+    found: list[float] = values[list(token_ids)].tolist()
+    return list(token_ids), found

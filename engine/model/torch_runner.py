@@ -14,13 +14,15 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import InputLogprobs, TopLogprobs
-from engine.model.hf import HfBackend
 from engine.model.inputs import Batch, build
-from engine.model.loader import ModelDirectory
-from engine.model.runner import Group, model_info
-from engine.model.sampler import Sampler, best, chosen
+from engine.model.loader import ModelDirectory, weight_paths
+from engine.model.native import NativeBackend
+from engine.model.runner import model_info
+from engine.model.sampler import DrawRequest, DrawResult, Sampler, best, chosen
 from engine.model.slots import Slot, SlotTable
+from engine.model.spec import cover
 from engine.scheduler.plan import PlanRow, SampledRow, StepPlan, StepResult
+from engine.scheduler.ranks import Group
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LOGITS_AT_ONCE = 256  # positions of prompt logprobs in fp32 at a time: 50 MB for 49,152 tokens
@@ -29,6 +31,7 @@ _LOGITS_AT_ONCE = 256  # positions of prompt logprobs in fp32 at a time: 50 MB f
 class Backend(Protocol):
     """A model over the paged cache."""
 
+    name: str
     weight_form: str
     parameter_bytes: int
 
@@ -36,6 +39,10 @@ class Backend(Protocol):
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [keep, vocab] of the tokens ``keep`` (int64), hidden [tokens, width] if wanted."""
+        ...
+
+    def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+        """See ``sampler.draw_rows``."""
         ...
 
 
@@ -61,18 +68,18 @@ class TorchRunner:
         epoch: int,
     ) -> None:
         torch.set_num_threads(config.rank_threads)
-        backend, self._backend = _make_backend(config, directory, group)
+        self._backend = _make_backend(config, directory, group)
         self.info = model_info(
             config,
             directory,
-            backend=backend,
+            backend=self._backend.name,
             weight_form=self._backend.weight_form,
             parameter_bytes=self._backend.parameter_bytes,
         )
         self.epoch = epoch
         self._leads = tp == 0
         self._slots = SlotTable()
-        self._sampler = Sampler(self.info.eos_token_ids)
+        self._sampler = Sampler(self.info.eos_token_ids, self._backend.draw)
 
     @torch.inference_mode()
     def forward(self, step: StepPlan) -> StepResult:
@@ -104,7 +111,7 @@ class TorchRunner:
         sampled = len(kept.sampled)
         if sampled:
             self._sampler.sample(
-                logits[:sampled].to(torch.float32, copy=True),
+                logits[:sampled].float(),
                 [slots[r] for r in kept.sampled],
                 [results[r] for r in kept.sampled],
             )
@@ -116,19 +123,28 @@ class TorchRunner:
             _give_hidden(hidden, batch.query_starts.tolist(), slots, results)
 
 
-def _make_backend(
-    config: EngineConfig, directory: ModelDirectory, group: Group | None
-) -> tuple[str, Backend]:
-    if group is not None and group.size > 1:
-        raise ConfigError(f"the hf backend runs on one rank, tp is {group.size}: set tp to 1")
+def _make_backend(config: EngineConfig, directory: ModelDirectory, group: Group | None) -> Backend:
+    spec = None if config.backend == "hf" else cover(directory)
+    dtype = _DTYPES[config.dtype]
+    if spec is not None:
+        return NativeBackend(config, directory, spec, dtype=dtype, group=group)
+    if config.backend in ("native", "eager"):
+        raise ConfigError(f"the native backend does not cover {directory.architecture}")
+    if group is not None or config.weights != "plain":
+        raise ConfigError(
+            f"{directory.architecture} runs on the hf backend, which knows neither tp > 1 nor "
+            f"weights other than plain (tp is {config.tp}, weights {config.weights})"
+        )
+    from engine.model.hf import HfBackend  # transformers takes 3 s to import
+
     limits = config.limits
-    backend = HfBackend(
+    return HfBackend(
         directory,
-        dtype=_DTYPES[config.dtype],
+        paths=weight_paths(config),
+        dtype=dtype,
         num_blocks=limits.kv_tokens // limits.block_tokens,
         block_size=limits.block_tokens,
     )
-    return "hf", backend
 
 
 def _kept(rows: list[PlanRow], slots: list[Slot], query_starts: list[int]) -> _Kept:

@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile, record_function
 
+from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict
-from engine.profiling.manifest import Rank, RankManifest, Stage, StepMark
+from engine.profiling.manifest import RankManifest, Stage, StepMark
 from engine.profiling.pack import MARKER, PackJob
 from engine.profiling.spec import CaptureSpec
 from engine.profiling.writer import Writer
@@ -170,7 +171,7 @@ class Session:
         self._check_bounds()
         if self.ended or number < (self.spec.start_step or 0):
             return
-        segment_stage: Stage = stage if self.spec.by_stage else ""
+        segment_stage: Stage = stage if self.spec.profile_by_stage else ""
         if self.recording and self.recording.stage != segment_stage:
             self._stop_recording()
         if not self.recording and self._left(segment_stage):
@@ -227,7 +228,7 @@ class Session:
             self.finish(f"recorded {sum(self._counts.values())} steps")
 
     def _all_counted(self) -> bool:
-        stages: tuple[Stage, ...] = ("prefill", "decode") if self.spec.by_stage else ("",)
+        stages: tuple[Stage, ...] = ("prefill", "decode") if self.spec.profile_by_stage else ("",)
         return not any(self._left(stage) for stage in stages)
 
     def _left(self, stage: Stage) -> int:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.artifacts import confined
 from engine.errors import BadRequest
 from engine.profiling.manifest import (
     Anchor,
@@ -28,7 +29,6 @@ from engine.profiling.manifest import (
     RankManifest,
     Segment,
     Source,
-    confined,
 )
 from engine.profiling.reader import TraceError, first_time_ns
 

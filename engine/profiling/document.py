@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import msgspec
 from isal import isal_zlib
 
+from engine.artifacts import Rank
 from engine.errors import Conflict
-from engine.profiling.manifest import Rank
 from engine.profiling.part import LEVEL, PIDS_PER_RANK, RAW_DEFLATE, Lane, PartResult, Process
 
 GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"  # no name, no time: same in, same out

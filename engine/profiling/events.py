@@ -17,7 +17,8 @@ FlowKey = tuple[int | str | UnsetType, str | UnsetType, bytes]
 
 FLOW_PHASES = "stf"
 MAX_TRACKED_FLOWS = 50_000  # ids of one segment; our own segments have at most 20,000 events
-ID_BITS = 32  # ids below 2**32 keep their value in the low bits; 2**53 is the limit of JavaScript
+ID_BITS = 32  # ids below 2**32 keep their value in the low bits; JavaScript counts up to 2**53
+MAX_PLAIN_ID = (1 << ID_BITS) - 1
 MAX_NAMESPACES = 1 << 20
 
 
@@ -66,11 +67,14 @@ class IdSpace:
     def __init__(self, namespace: int) -> None:
         if not 0 <= namespace < MAX_NAMESPACES:
             raise ValueError(f"namespace {namespace} is not below {MAX_NAMESPACES}")
-        self._namespace = namespace
+        self._first = namespace << ID_BITS
+        self._key = b"%d" % namespace
 
     def rename(self, event: Event) -> None:
         """Rewrites ``id``, ``bind_id`` and the global part of ``id2``."""
-        if event.id is not UNSET:
+        if type(event.id) is int and 0 <= event.id <= MAX_PLAIN_ID:
+            event.id |= self._first  # nearly all of them
+        elif event.id is not UNSET:
             event.id = self._unique(event.id)
         if event.bind_id is not UNSET:
             event.bind_id = self._unique(event.bind_id)
@@ -80,9 +84,9 @@ class IdSpace:
     def _unique(self, value: int | str) -> int | str:
         """Small numbers stay readable; anything else becomes 64 bits in the hexadecimal form that
         all viewers take for an id."""
-        if isinstance(value, int) and 0 <= value < 1 << ID_BITS:
-            return self._namespace << ID_BITS | value
-        digest = hashlib.blake2b(repr(value).encode(), digest_size=8, key=b"%d" % self._namespace)
+        if isinstance(value, int) and 0 <= value <= MAX_PLAIN_ID:
+            return value | self._first
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=8, key=self._key)
         return "0x" + digest.hexdigest()
 
 
@@ -105,21 +109,22 @@ class FlowPairs:
 
     def push(self, event: Event) -> Sequence[Event]:
         """Events that may be written now, oldest first."""
-        name = b"" if event.name is UNSET else bytes(event.name)
-        key = (event.id, event.cat, name)
+        name = event.name
+        key = (event.id, event.cat, b"" if name is UNSET else bytes(name))
         if key in self._paired or not self.checked:
             return (event,)
-        waiting = self._waiting.pop(key, [])
-        other = "f" if event.ph == "s" else "s"
-        done = any(held.ph == other for held in waiting) and event.ph != "t"
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            self._waiting[key] = [event]
+            full = len(self._paired) + len(self._waiting) > MAX_TRACKED_FLOWS
+            return self._give_up() if full else ()
         waiting.append(event)
-        if done:
-            self._paired.add(key)
-            return waiting
-        self._waiting[key] = waiting
-        if len(self._paired) + len(self._waiting) > MAX_TRACKED_FLOWS:
-            return self._give_up()
-        return ()
+        phases = [held.ph for held in waiting]
+        if "s" not in phases or "f" not in phases:
+            return ()
+        del self._waiting[key]
+        self._paired.add(key)
+        return waiting
 
     def _give_up(self) -> list[Event]:
         held = [event for events in self._waiting.values() for event in events]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,41 +22,13 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import BadRequest
+from engine.artifacts import Rank, check_id, write_atomically
 
 Stage = Literal["", "prefill", "decode"]
 
-PROFILE_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _MANIFEST = re.compile(r"-(dp\d+-tp\d+(?:-pp\d+)?(?:-ep\d+)?)\.manifest\.json")
 _FOREIGN = re.compile(r"((?:-(?:TP|DP|PP|EP)-\d+)+)(?:-([A-Z_]+))?\.trace\.json(?:\.gz)?")
 _AXIS = re.compile(r"-(TP|DP|PP|EP)-(\d+)")
-
-
-class Rank(msgspec.Struct, frozen=True, order=True, kw_only=True):
-    """Place of one rank. Field order is display order: DP outermost, then EP, PP, TP."""
-
-    dp: int = 0
-    ep: int | None = None
-    pp: int | None = None
-    tp: int = 0
-
-    @property
-    def name(self) -> str:
-        """``dp0-tp1``, with ``-pp2`` and ``-ep3`` where the engine has those axes."""
-        more = "".join(
-            f"-{axis}{at}" for axis in ("pp", "ep") if (at := getattr(self, axis)) is not None
-        )
-        return f"dp{self.dp}-tp{self.tp}{more}"
-
-    @property
-    def label(self) -> str:
-        """``[TP01-DP00]``, as SGLang labels the processes of a merged trace."""
-        axes = [("TP", self.tp), ("DP", self.dp), ("PP", self.pp), ("EP", self.ep)]
-        return "[" + "-".join(f"{axis}{at:02d}" for axis, at in axes if at is not None) + "]"
-
-    @property
-    def order(self) -> tuple[int, int, int, int]:
-        return (self.dp, self.ep or 0, self.pp or 0, self.tp)
 
 
 class Anchor(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,13 +138,6 @@ class Found:
         return self.missing + late
 
 
-def check_profile_id(profile_id: str) -> str:
-    """The id itself; BadRequest if it could name a file elsewhere."""
-    if not PROFILE_ID.fullmatch(profile_id):
-        raise BadRequest(f"profile id {profile_id!r} may hold letters, digits, '.', '_' and '-'")
-    return profile_id
-
-
 def merged_path(directory: Path, profile_id: str) -> Path:
     return directory / f"merged-{profile_id}.trace.json.gz"
 
@@ -184,7 +148,7 @@ def summary_path(directory: Path, profile_id: str) -> Path:
 
 def write_profile(directory: Path, profile: ProfileFile) -> Path:
     """Says which ranks are expected; written by whoever starts the profile, before they start."""
-    path = directory / f"{check_profile_id(profile.profile_id)}.profile.json"
+    path = directory / f"{check_id(profile.profile_id)}.profile.json"
     write_atomically(path, msgspec.json.format(msgspec.json.encode(profile)))
     return path
 
@@ -195,31 +159,9 @@ def write_manifest(directory: Path, manifest: RankManifest) -> Path:
     return path
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """All of ``content`` or the file as it was; never a part."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as out:
-        try:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-            os.replace(out.name, path)
-        except BaseException:
-            os.unlink(out.name)
-            raise
-
-
-def confined(directory: Path, name: str) -> Path:
-    """The file ``name`` of the directory; BadRequest if it points out of it."""
-    root = directory.resolve()
-    path = (root / name).resolve()
-    if not path.is_relative_to(root) or path == root:
-        raise BadRequest(f"{name!r} is not a file inside the profile's directory")
-    return path
-
-
 def find(directory: Path, profile_id: str) -> Found:
     """Everything the directory holds of exactly this profile. OSError if it cannot be listed."""
-    check_profile_id(profile_id)
+    check_id(profile_id)
     found = Found(
         directory=directory, profile_id=profile_id, expected=None, sources=[], problems=[]
     )

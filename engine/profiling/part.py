@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -175,6 +175,7 @@ class Rewriter:
 
     def _rewrite_into(self, kept: list[Event], batch: list[Event]) -> None:
         places, shift_ns = self._lanes.places, self._shift_ns
+        rename, pair = self._ids.rename, self.flows.push
         for event in batch:
             if event.ph == "M":
                 self._describe(event)
@@ -184,12 +185,12 @@ class Rewriter:
             event.ts = (round(event.ts * 1000.0) + shift_ns) / 1000.0
             if event.id is UNSET and event.bind_id is UNSET and event.id2 is UNSET:
                 kept.append(event)
+                continue
+            rename(event)
+            if event.ph in FLOW_PHASES:
+                kept += pair(event)
             else:
-                kept += self._rename(event)
-
-    def _rename(self, event: Event) -> Sequence[Event]:
-        self._ids.rename(event)
-        return self.flows.push(event) if event.ph in FLOW_PHASES else (event,)
+                kept.append(event)
 
     def _describe(self, event: Event) -> None:
         if not self._lanes.describe(event):

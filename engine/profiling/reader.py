@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Generic, TypeVar, cast
 import msgspec
 from isal import igzip, isal_zlib
 
-CHUNK_BYTES = 256 * 1024  # fits the second-level cache; 1 MiB was 8 % slower and costs memory
+CHUNK_BYTES = 32 * 1024  # with its events in the caches: 256 KiB took 15 % more time, 8 KiB 5 %
 MAX_EVENT_BYTES = 8 * 1024 * 1024  # one event; torch writes about 400 bytes
 MAX_ENVELOPE_BYTES = 4 * 1024 * 1024  # what stands before or behind the events
 MAX_CUT_TRIES = 6  # then the piece is tokenized, which is slow and exact
@@ -102,14 +102,18 @@ class TraceReader(Generic[EVENT]):
 
     def __iter__(self) -> Iterator[list[EVENT]]:
         """Batches in file order, each of at least one event."""
+        enough = 0  # a piece without a whole event is looked at again when it has doubled
         for piece in self._chunks:
             self._buffer += piece
+            if len(self._buffer) < enough:
+                continue
             if batch := self._guess() or self._scan():
                 yield batch
             if self._closed:
                 break
             if len(self._buffer) > MAX_EVENT_BYTES:
                 raise TraceError(f"event {self.events} is longer than {MAX_EVENT_BYTES} bytes")
+            enough = 0 if batch else 2 * len(self._buffer)
         while not self._closed:
             batch = self._scan()
             if batch:

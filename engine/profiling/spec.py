@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engine.artifacts import check_id
 from engine.errors import BadRequest
-from engine.profiling.manifest import check_profile_id
 
 Activity = Literal["CPU", "GPU", "MEM"]
 
@@ -23,9 +23,9 @@ MAX_BYTES = 4 << 30
 class CaptureSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One capture. It ends at the first of its bounds, whatever else happens.
 
-    ``num_steps`` counts recorded steps (with ``by_stage``: of each stage), ``max_seconds`` from
-    the moment of arming, ``max_bytes`` JSON before compression. ``start_step`` is the number of the
-    first step to record; None: the next one. MEM adds memory events to the trace: torch's own
+    ``num_steps`` counts recorded steps (with ``profile_by_stage``: of each stage), ``max_seconds``
+    runs from arming, ``max_bytes`` is of JSON before compression. ``start_step`` is the number of
+    the first step to record; None: the next one. MEM adds memory events to the trace: torch's own
     snapshot file is a pickle and is not written.
     """
 
@@ -33,7 +33,7 @@ class CaptureSpec(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     start_step: int | None = None
     num_steps: int | None = None
-    by_stage: bool = False
+    profile_by_stage: bool = False
     activities: tuple[Activity, ...] = ("CPU", "GPU")
     with_stack: bool = False
     record_shapes: bool = False
@@ -49,15 +49,15 @@ def parse_spec(raw: Mapping[str, Any]) -> CaptureSpec:
     """The spec in ``raw``; numbers may be strings, as SGLang's bench sends them.
 
     BadRequest with a sentence for a wrong type, a bound out of range, an unknown activity, or
-    ``by_stage`` without ``num_steps``.
+    ``profile_by_stage`` without ``num_steps``.
     """
     known = {name: raw[name] for name in CaptureSpec.__struct_fields__ if raw.get(name) is not None}
     try:
         spec = msgspec.convert(known, CaptureSpec, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(f"profile: {error}") from error
-    check_profile_id(spec.profile_id)
-    if spec.by_stage and spec.num_steps is None:
+    check_id(spec.profile_id)
+    if spec.profile_by_stage and spec.num_steps is None:
         raise BadRequest("profile_by_stage needs num_steps: how many steps of each stage")
     if not spec.activities:
         raise BadRequest("activities must name at least one of CPU, GPU and MEM")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.artifacts import write_atomically
 from engine.errors import NotFound, QuarterdeckError
 from engine.profiling.clock import Aligned, ClockReport, TimedSegment, align
 from engine.profiling.lanes import Names, OpTotals, RankTotals, Step, read_spans
@@ -28,7 +29,6 @@ from engine.profiling.manifest import (
     Source,
     find,
     summary_path,
-    write_atomically,
 )
 from engine.profiling.reader import TraceError
 

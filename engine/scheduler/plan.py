@@ -92,7 +92,7 @@ class ModelInfo:
 
     model_path: str
     architecture: str
-    backend: str  # hf | native | scripted
+    backend: str  # hf | native | eager | scripted
     dtype: str
     weight_form: str
     vocab_size: int

@@ -29,8 +29,8 @@ export function startActions() {
   });
 }
 
-/** Values of a form: numbers as numbers, empty fields left out, repeated names as lists. Pure but for the form. */
-export function valuesOf(form) {
+/** Values of a form: numbers as numbers, empty fields left out, repeated names as lists. */
+function valuesOf(form) {
   const values = {};
   for (const field of form.elements) {
     if (!field.name || field.disabled || ((field.type === "checkbox" || field.type === "radio") && !field.checked && !("boolean" in field.dataset))) continue;

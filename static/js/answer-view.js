@@ -99,7 +99,7 @@ function swatch(epoch) {
 }
 
 /** The line under an answer: [{text, title, epoch}]. */
-export function factsOf(answer) {
+function factsOf(answer) {
   const facts = [];
   if (answer.phase === "sent") facts.push({ text: "waiting for the first token" });
   if (answer.worker) facts.push({ text: `worker ${answer.worker}`, title: answer.via && answer.via !== answer.worker ? `this browser's socket is on worker ${answer.via}` : "" });

@@ -3,7 +3,6 @@
 import uPlot from "../vendor/uplot/uPlot.esm.js";
 import { cssColour, h, icon } from "./dom.js";
 import { clock } from "./format.js";
-import { WINDOW_S } from "./series.js";
 
 const HEIGHT = 160;
 const TABLE_EVERY_S = 30;
@@ -48,9 +47,8 @@ class Chart extends HTMLElement {
     const columns = this.series.map(({ name }) => this.window.column(name));
     if (!this.plot) this.build();
     this.plot.setData([this.window.times, ...columns], false);
-    const now = this.window.times.at(-1);
     this.plot.batch(() => {
-      this.plot.setScale("x", { min: now - WINDOW_S, max: now });
+      this.plot.setScale("x", this.window.range());
       this.plot.setScale("y", { min: 0, max: this.top(columns) });
     });
     this.drawLegend(this.plot.cursor.idx);
@@ -79,7 +77,7 @@ class Chart extends HTMLElement {
       width: this.plotBox.clientWidth, height: HEIGHT, legend: { show: false }, bands,
       cursor: { sync: { key: cursorSync.key, setSeries: false }, drag: { x: false, y: false }, y: false, points: { size: 5 } },
       scales: { x: { time: true, auto: false }, y: { auto: false } },
-      axes: [{ ...axis, space: 90, size: 24, values: (_, ticks) => ticks.map((tick) => clock(tick).slice(0, 5)) }, { ...axis, size: 48, space: 36 }],
+      axes: [{ ...axis, space: 90, size: 24, values: (_, ticks, _axis, _space, step) => ticks.map((tick) => (step < 60 ? clock(tick) : clock(tick).slice(0, 5))) }, { ...axis, size: 48, space: 36 }],
       series: [{}, ...series],
       hooks: { setCursor: [(plot) => this.drawLegend(plot.cursor.idx)], draw: [(plot) => this.drawMarks(plot)] },
     }, [[], ...this.series.map(() => [])], this.plotBox);

@@ -31,9 +31,9 @@ export class ChatClient extends EventTarget {
   }
 
   /** Sends a start frame (now, or as soon as the socket is open); gives the answer that will fill. */
-  start({ text, route, params, conversation, parent }) {
+  start({ turn, compare, text, route, params, conversation, parent }) {
     const stream = newId();
-    const frame = { type: "start", stream, conversation, parent, text, route, params };
+    const frame = { type: "start", stream, turn, compare, conversation, parent, text, route, params };
     const answer = newAnswer({ stream, route, conversation, sentAt: Date.now() });
     this.answers.set(stream, { answer, start: frame, sent: this.socket.send(frame), repairing: false });
     this._store();
@@ -121,7 +121,7 @@ export class ChatClient extends EventTarget {
 }
 
 /** What `_store` kept: [{answer, turn, text}]; an unreadable store is no store. */
-export function readStore(storage) {
+function readStore(storage) {
   try {
     return JSON.parse(storage.getItem(STORE_KEY)) ?? [];
   } catch {
@@ -130,7 +130,7 @@ export function readStore(storage) {
 }
 
 /** RFC 4122 version 4; crypto.randomUUID is missing on pages without https. */
-function newId() {
+export function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   bytes[6] = (bytes[6] & 0x0f) | 0x40;
   bytes[8] = (bytes[8] & 0x3f) | 0x80;

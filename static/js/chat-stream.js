@@ -90,12 +90,12 @@ export function joinRuns(runs, more) {
 
 /** An answer out of a stored message of `/api/conversations/<id>`. */
 export function storedAnswer(message) {
-  return Object.assign(newAnswer({ stream: message.stream, route: "auto" }), {
+  return Object.assign(newAnswer({ stream: message.stream, route: message.route }), {
     phase: message.state === "running" ? "lost" : message.state,
     message: message.id, text: message.text, tokenIds: message.token_ids, epochs: message.epochs,
-    logprobs: message.logprobs, entropy: message.entropy, rid: message.rid, worker: message.worker, rank: message.rank,
-    finish: message.finish, ttftMs: message.ttft_ms, tokensPerS: message.tokens_per_s,
-    usage: { prompt_tokens: message.prompt_tokens, completion_tokens: message.completion_tokens, cached_tokens: message.cached_tokens },
+    logprobs: message.logprobs, entropy: message.entropy, top: message.top, rid: message.rid,
+    worker: message.worker, via: message.via, rank: message.rank, finish: message.finish, usage: message.usage,
+    ttftMs: message.ttft_ms, tokensPerS: message.tokens_per_s, slotFreed: message.slot_freed,
     error: message.state === "failed" ? errorOf(message.finish ?? {}) : null,
   });
 }

@@ -1,12 +1,13 @@
 // The list at the left of the playground: search, rename, export, delete.
 
 import { get, request } from "./api.js";
-import { fill, fromTemplate } from "./dom.js";
+import { fill, fromTemplate, jsonScript } from "./dom.js";
 import { whenShort } from "./format.js";
 import { addCommands } from "./palette.js";
 import { askText, confirmDanger } from "./prompts.js";
 
 const SEARCH_WAIT_MS = 200;
+const PAGE_SIZE = 50; // of the server
 
 export class ConversationList {
   constructor(box, currentId) {
@@ -14,8 +15,8 @@ export class ConversationList {
     this.list = box.querySelector("ul");
     this.search = box.querySelector("input");
     this.more = box.querySelector("#more-conversations");
-    this.items = [];
-    this.next = null; // offset of the older ones
+    this.items = jsonScript("conversations-data");
+    this.next = this.items.length >= PAGE_SIZE ? this.items.length : null; // offset of the older ones
     this.currentId = currentId;
     this.search.addEventListener("input", () => {
       clearTimeout(this.timer);
@@ -25,7 +26,7 @@ export class ConversationList {
     addCommands(() => this.items.map(({ id, title }) => ({
       label: title, kind: "Conversation", icon: "playground", run: () => { location.href = `/playground/${id}/`; },
     })));
-    this.load(0);
+    this.draw();
   }
 
   async load(offset) {
@@ -41,7 +42,7 @@ export class ConversationList {
   /** A conversation that has just begun, or got a new message: to the top. */
   touch(id, title) {
     const known = this.items.find((item) => item.id === id);
-    const item = { id, title: known?.title ?? title, updated_at: new Date().toISOString() };
+    const item = { id, title: known?.title ?? title, updated_at: Date.now() / 1000 };
     this.items = [item, ...this.items.filter((one) => one.id !== id)];
     this.draw();
   }
@@ -64,7 +65,7 @@ export class ConversationList {
     link.href = `/playground/${item.id}/`;
     link.title = item.title;
     if (item.id === this.currentId) link.setAttribute("aria-current", "page");
-    fill(row, { title: item.title, when: whenShort(Date.parse(item.updated_at) / 1000) });
+    fill(row, { title: item.title, when: whenShort(item.updated_at) });
     row.querySelector("[data-do=rename]").addEventListener("click", () => this.rename(item));
     row.querySelector("[data-do=delete]").addEventListener("click", () => this.remove(item));
     for (const form of ["md", "json"]) row.querySelector(`[data-export=${form}]`).href = `/api/conversations/${item.id}/export?format=${form}`;

@@ -49,6 +49,12 @@ export function setData(element, name, value) {
   else if (element.dataset[name] !== String(value)) element.dataset[name] = value;
 }
 
+/** Value of a `json_script` element, or null. */
+export function jsonScript(id) {
+  const element = document.getElementById(id);
+  return element ? JSON.parse(element.textContent) : null;
+}
+
 /** A CSS custom property as a computed colour, for canvases. */
 export function cssColour(name) {
   const probe = h("span", { hidden: true });

@@ -1,12 +1,13 @@
 // The one /ws/fleet/ subscription of a page: state line, fleet page and playground all read it.
 
+import { jsonScript } from "./dom.js";
 import { applyFrame } from "./fleet-state.js";
 import { LiveSocket } from "./socket.js";
 
 class FleetFeed extends EventTarget {
   constructor() {
     super();
-    this.state = { snapshot: null, receivedAt: 0, gap: false };
+    this.state = { snapshot: jsonScript("fleet-snapshot"), receivedAt: Date.now() / 1000, gap: false };
     this.socket = new LiveSocket("/ws/fleet/");
     this.socket.addEventListener("frame", (event) => this._take(event.detail));
     this.socket.addEventListener("state", () => this._connectionChanged());

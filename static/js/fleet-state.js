@@ -83,6 +83,11 @@ function stateBar({ engine, ranks }) {
   return absent ? { tone: "bad", text: `${capital(absent)}. The other ranks go on.` } : null;
 }
 
+/** Workers in the order of their names, 2 before 10. */
+export function byId(workers) {
+  return [...workers].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true }));
+}
+
 /** A rank that has not reported since it started has no weights yet. */
 export function isLoaded(rank) {
   return rank.seen_at > 0;

@@ -5,7 +5,7 @@ import { drawSpark } from "./charts.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, icon, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { ageOf, isLoaded, toneOf, totals } from "./fleet-state.js";
+import { ageOf, byId, isLoaded, toneOf, totals } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
 import { SampleWindow, StepTimes, newEpochs, sampleOf } from "./series.js";
@@ -121,7 +121,7 @@ const workers = new KeyedRows(document.getElementById("workers"), {
 });
 
 function drawWorkers(snapshot) {
-  workers.show([...snapshot.workers].sort((a, b) => a.id.localeCompare(b.id, "en", { numeric: true })));
+  workers.show(byId(snapshot.workers));
   document.getElementById("no-workers").hidden = snapshot.workers.length > 0;
   fill(page, { "worker-count": snapshot.workers.length ? String(snapshot.workers.length) : "" });
 }

@@ -50,8 +50,9 @@ export function bytes(value) {
   return `${left >= 100 || step === 0 ? Math.round(left) : left.toFixed(1)} ${units[step]}`;
 }
 
-/** 0.193 -> "19 %". */
+/** 0.193 -> "19 %"; a little is not nothing: "< 1 %". */
 export function percent(share) {
+  if (share > 0 && share < 0.005) return "< 1 %";
   return Number.isFinite(share) ? `${Math.round(share * 100)} %` : "–";
 }
 

@@ -10,7 +10,7 @@ export function addCommands(source) {
 }
 
 /** Places where the letters of `query` occur in order rank by how early and how close they are. */
-export function matchScore(label, query) {
+function matchScore(label, query) {
   const text = label.toLowerCase();
   let score = 0;
   let at = -1;

@@ -7,7 +7,7 @@ const NUMBERS = {
   max_new_tokens: { min: 1, whole: true }, seed: { min: 0, whole: true },
 };
 
-/** {value} or {problem}: an empty field is no value and the server's default holds. */
+/** {value} or {problem}: an empty field is no value, the model's own holds. */
 export function readNumber(name, text) {
   const { min, max = Infinity, above = -Infinity, whole = false } = NUMBERS[name];
   if (text.trim() === "") return {};
@@ -31,6 +31,7 @@ export class Params {
     this._load();
     form.addEventListener("input", (event) => this._check(event.target));
     form.addEventListener("change", () => this._store());
+    form.addEventListener("reset", () => setTimeout(() => this._afterReset()));
   }
 
   /** The `params` of a start frame, or null when a field is wrong (it is then focused). */
@@ -59,6 +60,11 @@ export class Params {
     const { problem } = readNumber(field.name, field.value);
     field.setAttribute("aria-invalid", String(Boolean(problem)));
     field.title = problem ?? "";
+  }
+
+  _afterReset() {
+    for (const field of this._fields()) this._check(field);
+    this._store();
   }
 
   _fields() {

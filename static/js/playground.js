@@ -1,10 +1,10 @@
 // Playground page: composer, transcript, routes and parameters around the chat streams.
 
 import { get } from "./api.js";
-import { ChatClient } from "./chat-client.js";
+import { ChatClient, newId } from "./chat-client.js";
 import { isLive, tokenCount } from "./chat-stream.js";
 import { ConversationList } from "./conversations.js";
-import { fill, h, icon, setData } from "./dom.js";
+import { fill, h, icon, jsonScript, setData } from "./dom.js";
 import { plural } from "./format.js";
 import { addCommands } from "./palette.js";
 import { Params } from "./params.js";
@@ -17,22 +17,20 @@ const TALLEST_INPUT_PX = 240;
 const page = document.getElementById("playground");
 const composer = document.getElementById("composer");
 const input = composer.elements.text;
-const openedId = Number(page.dataset.conversation) || null;
+const opened = jsonScript("conversation-data");
 
 const client = new ChatClient();
 const params = new Params(document.getElementById("params"));
 const picker = new RoutePicker(document.getElementById("routes"), new URLSearchParams(location.search).get("route"));
-const conversations = new ConversationList(document.getElementById("conversations"), openedId);
+const conversations = new ConversationList(document.getElementById("conversations"), opened?.id ?? null);
 const transcript = new Transcript({
   scroller: document.getElementById("transcript"), list: document.getElementById("turns"), toEnd: document.getElementById("to-end"),
-  onSend: sendAt, onBranch: showBranch,
+  onSend: sendAt, onBranch: showBranch, onLead: goOnFrom,
 });
 
-// Where the next question goes: behind message `parent` of `conversation` (null: a new one). Side by
-// side each route has a place of its own, so each column goes on with what its own rank answered.
-let place = { conversation: openedId, parent: null };
-const columns = new Map(); // route -> place
-let stored = []; // messages of the conversation as the server has them
+// Where the next question goes: behind message `parent` of `conversation` (null: a new one).
+let place = { conversation: opened?.id ?? null, parent: null };
+let stored = opened?.messages ?? []; // as the server has them
 
 // -- sending and stopping --
 
@@ -46,12 +44,9 @@ function send(text, routes, at) {
     say("Choose at least one worker or rank.");
     return false;
   }
-  const sideBySide = routes.length > 1;
-  if (!sideBySide) columns.clear();
-  const answers = routes.map((route) => {
-    const { conversation, parent } = (sideBySide && columns.get(route)) || at;
-    return client.start({ text, route, params: sent, conversation, parent });
-  });
+  const turn = newId(); // answers of one turn share the question, so each route gets the same prompt
+  const compare = routes.length > 1;
+  const answers = routes.map((route) => client.start({ turn, compare, text, route, params: sent, ...at }));
   transcript.add(text, answers, at);
   document.getElementById("no-turns").hidden = true;
   transcript.toEnd(true);
@@ -67,7 +62,6 @@ function sendAt(text, turn) {
   }
   const isBranch = turn.place.parent !== null || turn.place.conversation === null;
   const at = isBranch ? turn.place : place;
-  columns.clear();
   if (send(text, turn.answers.length > 1 ? turn.answers.map(({ route }) => route) : picker.routes(), at) && isBranch) {
     const sent = transcript.turns.pop();
     transcript.cutFrom(turn);
@@ -137,19 +131,22 @@ function began(answer) {
   if (answer.conversation === null) return; // chats of API keys are not stored
   const turn = transcript.turns.find(({ answers }) => answers.includes(answer));
   if (!turn) return;
-  const behind = { conversation: answer.conversation, parent: answer.message };
-  if (turn.answers.length > 1) columns.set(answer.route, behind);
+  if (place.conversation !== answer.conversation) {
+    history.replaceState(null, "", `/playground/${answer.conversation}/`);
+    conversations.setCurrent(answer.conversation);
+  }
   conversations.touch(answer.conversation, turn.text.slice(0, TITLE_LENGTH));
-  if (turn.answers[0] !== answer) return;
-  place = behind;
-  history.replaceState(null, "", `/playground/${place.conversation}/`);
-  conversations.setCurrent(place.conversation);
+  if (turn.lead === answer) goOnFrom(answer);
+}
+
+function goOnFrom(answer) {
+  place = { conversation: answer.conversation ?? place.conversation, parent: answer.message };
 }
 
 function ended(answer) {
   const words = { done: "Answer finished", stopped: "Answer stopped", failed: "Answer failed", lost: "Answer lost" }[answer.phase];
   if (words) say(`${words}, ${plural(tokenCount(answer), "token")}.`);
-  if (!client.live().length && !columns.size) refreshBranches();
+  if (!client.live().length) refreshBranches();
 }
 
 client.addEventListener("refused", ({ detail: error }) => say(error.message));
@@ -173,16 +170,13 @@ function say(text) {
 
 // -- the stored conversation --
 
-async function readStored() {
-  const found = await get(`/api/conversations/${place.conversation}`);
-  stored = found.messages;
-  document.title = `${found.title} · Quarterdeck`;
-}
-
+/** After an answer the server knows more: ids, branches. What is on screen stays as it is. */
 async function refreshBranches() {
   if (place.conversation === null) return;
   try {
-    await readStored();
+    const found = await get(`/api/conversations/${place.conversation}`);
+    stored = found.messages;
+    document.title = `${found.title} · Quarterdeck`;
     transcript.setBranches(stored, place.parent);
   } catch (error) {
     say(error.message);
@@ -195,23 +189,12 @@ function showBranch(head) {
   transcript.toEnd(true);
 }
 
-async function open() {
-  const loading = document.getElementById("loading");
-  loading.hidden = openedId === null;
-  try {
-    if (openedId !== null) {
-      await readStored();
-      showBranch(stored.at(-1)?.id ?? null);
-    }
-  } catch (error) {
-    say(error.message);
-    place = { conversation: null, parent: null };
-  }
-  loading.hidden = true;
+function open() {
+  if (opened) showBranch(stored.at(-1)?.id ?? null);
   for (const { answer, text } of client.restore()) {
-    if (answer.conversation !== openedId || transcript.putLive(answer)) continue;
+    if (answer.conversation !== place.conversation || transcript.putLive(answer)) continue;
     transcript.add(text, [answer], place);
-    if (answer.message !== null) place = { ...place, parent: answer.message };
+    if (answer.message !== null) goOnFrom(answer);
   }
   document.getElementById("no-turns").hidden = transcript.turns.length > 0;
   transcript.toEnd(true);

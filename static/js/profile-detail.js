@@ -39,7 +39,7 @@ function drawSummary(summary) {
   if (!summary) return;
   body("top-ops").replaceChildren(...summary.top_ops.map((op) => {
     const meter = h("span", { class: "meter" }, h("span"));
-    meter.firstChild.style.width = percent(op.share).replace(" ", "");
+    meter.firstChild.style.width = `${100 * op.share}%`;
     return h("tr", {}, cell(op.name, "mono cut source"), h("td", { class: "progress" }, meter, h("span", { class: "small dim" }, percent(op.share))), cell(micros(op.total_us), "num"), cell(count(op.count), "num"));
   }));
   body("busy").replaceChildren(...summary.ranks.map((rank) => h("tr", {}, cell(rank.name), cell(percent(rank.busy), "num"), cell(percent(rank.communication), "num"), cell(percent(rank.idle), "num"),

@@ -2,15 +2,15 @@
 
 import { fromTemplate, fill, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { toneOf } from "./fleet-state.js";
+import { byId, toneOf } from "./fleet-state.js";
 import { plural } from "./format.js";
 
 const STORE_KEY = "qd.route";
 const MAX_COLUMNS = 4;
 
-/** Choices out of a snapshot: [{route, label, note, tone}]; "auto" is always the first. Pure. */
-export function choicesOf(snapshot) {
-  const workers = (snapshot?.workers ?? []).filter((worker) => worker.kind === "web");
+/** Choices out of a snapshot: [{route, label, note, tone}]; "auto" is always the first. */
+function choicesOf(snapshot) {
+  const workers = byId((snapshot?.workers ?? []).filter((worker) => worker.kind === "web"));
   const ranks = (snapshot?.ranks ?? []).filter((rank) => rank.tp === 0);
   return [
     { route: "auto", label: "Automatic", note: "least loaded", tone: null },

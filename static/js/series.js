@@ -2,7 +2,8 @@
 
 import { isLoaded } from "./fleet-state.js";
 
-export const WINDOW_S = 900;
+const WINDOW_S = 900;
+const SHORTEST_S = 120;
 
 /** Nearest-rank percentile of numbers; null of none. */
 export function percentile(values, share) {
@@ -35,6 +36,12 @@ export class SampleWindow {
     if (drop <= 0) return;
     this.times.splice(0, drop);
     for (const column of this.columns.values()) column.splice(0, drop);
+  }
+
+  /** Time range to draw: from the first sample, at least 2 minutes and at most the whole window. */
+  range() {
+    const now = this.times.at(-1);
+    return { min: Math.max(now - this.windowS, Math.min(this.times[0], now - SHORTEST_S)), max: now };
   }
 
   column(name) {

@@ -1,22 +1,25 @@
 // Token view of an answer: one span per token, coloured by weights step, logprob or entropy.
 
-import { request } from "./api.js";
+import { get } from "./api.js";
 import { fromTemplate, h, setData } from "./dom.js";
 import { epochs, stepOf } from "./epochs.js";
 import { ramp, when } from "./format.js";
 import { facts, openSheet } from "./sheet.js";
-import { binOf, epochOfEach, legendOf, probability, spansOf, visible } from "./tokens.js";
+import { binOf, epochOfEach, fromBase64, legendOf, probability, spansOf, visible } from "./tokens.js";
 
 const MODE_KEY = "qd.token-mode";
+const BATCH = 500; // ids in one request
 
-const pieces = new Map(); // id -> text of that token alone; never changes for a served model
-const pieceOf = (id) => pieces.get(id) ?? "";
+const known = new Map(); // id -> bytes; they never change for a served model
+const bytesOf = (id) => known.get(id) ?? new Uint8Array();
+const textOf = (id) => new TextDecoder().decode(bytesOf(id));
 
-async function loadPieces(ids) {
-  const missing = [...new Set(ids)].filter((id) => !pieces.has(id));
-  if (!missing.length) return;
-  const found = await request("POST", "/detokenize", { tokens: missing });
-  missing.forEach((id, index) => pieces.set(id, found.pieces[index]));
+async function loadBytes(ids) {
+  const missing = [...new Set(ids)].filter((id) => !known.has(id));
+  for (let at = 0; at < missing.length; at += BATCH) {
+    const { tokens } = await get(`/api/tokens?ids=${missing.slice(at, at + BATCH).join(",")}`);
+    for (const [id, text] of Object.entries(tokens)) known.set(Number(id), fromBase64(text));
+  }
 }
 
 export class TokenView {
@@ -41,12 +44,12 @@ export class TokenView {
   async show(answer) {
     this.answer = answer;
     try {
-      await loadPieces(answer.tokenIds.concat((answer.top ?? []).flatMap((row) => row.map(([id]) => id))));
+      await loadBytes(answer.tokenIds.concat((answer.top ?? []).flatMap((row) => row.map(([id]) => id))));
     } catch (error) {
       this.text.replaceChildren(h("span", { class: "faint" }, `The tokens cannot be shown: ${error.message}`));
       return;
     }
-    this.spans = spansOf(answer.tokenIds, pieceOf, answer.text);
+    this.spans = spansOf(answer.tokenIds, bytesOf, answer.text);
     this.epochs = epochOfEach(answer.epochs);
     this.draw();
   }
@@ -71,7 +74,7 @@ export class TokenView {
   }
 
   spanNodes(span, index, mode) {
-    const node = h("span", { class: span.special ? "token special" : "token", data: { at: index } }, span.text || visible(""));
+    const node = h("span", { class: span.outside ? "token outside" : "token", data: { at: index } }, span.text || visible(""));
     const epoch = this.epochs[span.first];
     if (mode === "step") node.dataset.ramp = ramp(epoch);
     else node.dataset.bin = binOf(mode, (mode === "logprob" ? this.answer.logprobs : this.answer.entropy)[span.first]);
@@ -112,9 +115,9 @@ export class TokenView {
       const values = [stepOf(this.epochs[index])];
       if (answer.logprobs) values.push(`${probability(answer.logprobs[index])} (${answer.logprobs[index].toFixed(2)} nats)`);
       if (answer.entropy) values.push(`entropy ${answer.entropy[index].toFixed(2)} nats`);
-      lines.push(h("div", {}, h("code", {}, visible(pieceOf(id))), h("span", { class: "faint" }, ` id ${id} · token ${index} · ${values.join(" · ")}`)));
+      lines.push(h("div", {}, h("code", {}, visible(textOf(id))), h("span", { class: "faint" }, ` id ${id} · token ${index} · ${values.join(" · ")}`)));
       for (const [other, value] of (answer.top?.[index] ?? []).filter(([other]) => other !== id)) {
-        lines.push(h("div", { class: "other" }, h("code", {}, visible(pieceOf(other))), h("span", { class: "faint" }, ` ${probability(value)}`)));
+        lines.push(h("div", { class: "other" }, h("code", {}, visible(textOf(other))), h("span", { class: "faint" }, ` ${probability(value)}`)));
       }
     }
     return lines;

@@ -1,7 +1,5 @@
 // Tokens as things to look at: their text, their epoch, their place on a ramp. Pure.
 
-const LONGEST_GAP = 4; // characters of text for each token whose piece is not readable
-
 /** Upper edges in nats; a value above the last edge is in the last of 8 bins. */
 export const EDGES = {
   logprob: [0.05, 0.25, 0.5, 1, 2, 3, 5],
@@ -27,31 +25,24 @@ export function epochOfEach(runs) {
 }
 
 /**
- * Spans to draw: [{text, first, count, special}], cut out of `text`, which is the truth. Tokens that
- * end inside a character (their piece holds U+FFFD) are drawn with their neighbours as one span; a
- * piece that is not in the text (an end token) is a special span.
+ * Spans to draw: [{text, first, count, outside}]. One streaming decoder reads the bytes of all tokens,
+ * so tokens that end inside a character are drawn with the token that completes it. `outside` marks
+ * what is not in the answer's text: end tokens, a trimmed stop.
  */
-export function spansOf(ids, pieceOf, text) {
+export function spansOf(ids, bytesOf, text) {
+  const decoder = new TextDecoder();
   const spans = [];
+  let first = 0;
   let at = 0; // in text
-  let first = 0; // token where the span begins that is still open
   for (let index = 0; index < ids.length; index += 1) {
-    const piece = pieceOf(ids[index]);
-    if (piece === "" || piece.includes("\ufffd")) continue;
-    const found = text.indexOf(piece, at);
-    const open = index - first;
-    const gap = found < 0 ? null : text.slice(at, found);
-    if (gap === null || (open === 0 && gap.trim() !== "") || gap.length > LONGEST_GAP * (open + 1)) {
-      if (open) spans.push({ text: "", first, count: open, special: false });
-      spans.push({ text: piece, first: index, count: 1, special: true });
-    } else {
-      if (open) spans.push({ text: gap, first, count: open, special: false });
-      spans.push({ text: open ? piece : gap + piece, first: index, count: 1, special: false });
-      at = found + piece.length;
-    }
+    const last = index === ids.length - 1;
+    const piece = decoder.decode(bytesOf(ids[index]), { stream: !last });
+    if (!piece && !last) continue;
+    const outside = !text.startsWith(piece, at);
+    spans.push({ text: piece, first, count: index - first + 1, outside });
+    if (!outside) at += piece.length;
     first = index + 1;
   }
-  if (first < ids.length) spans.push({ text: text.slice(at), first, count: ids.length - first, special: false });
   return spans;
 }
 
@@ -64,4 +55,9 @@ export function visible(text) {
 export function probability(logprob) {
   const share = 100 * Math.exp(logprob);
   return share >= 10 ? `${Math.round(share)} %` : `${share.toPrecision(2)} %`;
+}
+
+/** Bytes of base64 text. */
+export function fromBase64(text) {
+  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 }

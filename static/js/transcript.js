@@ -2,17 +2,20 @@
 
 import "./answer-view.js";
 import { storedAnswer } from "./chat-stream.js";
-import { fill, fromTemplate, h, setData } from "./dom.js";
+import { fill, fromTemplate, h, icon, setData } from "./dom.js";
 import { routeName } from "./routes.js";
 import { newestBelow, turnsOf } from "./tree.js";
 
 const NEAR_END_PX = 80;
 
 export class Transcript {
-  /** `onSend(text, turn)` asks anew at the place of `turn`; `onBranch(head)` shows another branch. */
-  constructor({ scroller, list, toEnd, onSend, onBranch }) {
-    Object.assign(this, { scroller, list, onSend, onBranch });
-    this.turns = []; // {element, text, place: {conversation, parent}, answers}
+  /**
+   * `onSend(text, turn)` asks anew at the place of `turn`; `onBranch(head)` shows another branch;
+   * `onLead(answer)` goes on from one answer of a comparison.
+   */
+  constructor({ scroller, list, toEnd, onSend, onBranch, onLead }) {
+    Object.assign(this, { scroller, list, onSend, onBranch, onLead });
+    this.turns = []; // {element, text, place: {conversation, parent}, answers, lead}
     this.views = new Map(); // answer -> <qd-answer>
     this.follow = true; // sticks to the end until the user scrolls up
     scroller.addEventListener("scroll", () => {
@@ -31,7 +34,7 @@ export class Transcript {
   /** Adds a turn; `place` is what its question stands behind. */
   add(text, answers, place) {
     const element = fromTemplate("turn");
-    const turn = { element, text, place, answers };
+    const turn = { element, text, place, answers, lead: answers[0] ?? null };
     fill(element, { text });
     setData(element, "columns", answers.length);
     for (const answer of answers) element.querySelector(".answers").append(this._view(answer, turn));
@@ -39,6 +42,7 @@ export class Transcript {
     for (const step of [-1, 1]) {
       element.querySelector(`[data-step="${step}"]`).addEventListener("click", () => this._toRival(turn, step));
     }
+    this._markLead(turn, turn.lead);
     this.turns.push(turn);
     this.list.append(element);
     return turn;
@@ -55,8 +59,9 @@ export class Transcript {
   showStored(conversation, messages, head) {
     this.turns = [];
     this.list.replaceChildren();
-    for (const { user, answer } of turnsOf(messages, head)) {
-      this.add(user.text, answer ? [storedAnswer(answer)] : [], { conversation, parent: user.parent_id });
+    for (const { user, answers, lead } of turnsOf(messages, head)) {
+      const turn = this.add(user.text, answers.map(storedAnswer), { conversation, parent: user.parent });
+      this._markLead(turn, turn.answers.find(({ message }) => message === lead?.id) ?? null);
     }
     this.setBranches(messages, head);
   }
@@ -80,7 +85,9 @@ export class Transcript {
       if (at < 0) continue;
       const old = this.views.get(turn.answers[at]);
       turn.answers[at] = answer;
+      if (turn.lead === null || turn.lead.message === answer.message) turn.lead = answer;
       old.replaceWith(this._view(answer, turn));
+      this._markLead(turn, turn.lead);
       return true;
     }
     return false;
@@ -94,8 +101,22 @@ export class Transcript {
     const view = document.createElement("qd-answer");
     this.views.set(answer, view);
     view.bind(answer, { sendAgain: () => this.onSend(turn.text, turn) });
-    if (turn.answers.length > 1) view.prepend(h("h3", { class: "column-name" }, routeName(answer.route)));
+    if (turn.answers.length > 1) view.prepend(this._columnHead(answer, turn));
     return view;
+  }
+
+  _columnHead(answer, turn) {
+    const go = h("button", { type: "button", class: "button quiet", title: "What you send next goes on from this answer", onclick: () => {
+      this._markLead(turn, answer);
+      this.onLead(answer);
+    } }, icon("continue"), "Go on from here");
+    return h("div", { class: "column-head" }, h("h3", {}, routeName(answer.route)), go);
+  }
+
+  _markLead(turn, answer) {
+    turn.lead = answer;
+    if (turn.answers.length < 2) return;
+    for (const one of turn.answers) this.views.get(one).querySelector(".column-head button").setAttribute("aria-pressed", String(one === answer));
   }
 
   _toRival(turn, step) {

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from playwright.sync_api import sync_playwright
 
-from tests.e2e.serving import PASSWORD, serving
+from tests.console.tree import PASSWORD, running_tree
 
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
@@ -39,7 +39,8 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory, chromium):
-    with serving(tmp_path_factory.mktemp("browser"), SCRIPTED_STEP_S="0.02") as running:
+    home = tmp_path_factory.mktemp("browser")
+    with running_tree(home, QUARTERDECK_SCRIPTED_STEP_S="0.02") as running:
         yield running
 
 

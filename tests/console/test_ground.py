@@ -11,9 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.core.checks import run_checks
 from django.db import connection
-from django.test import Client
+from django.test import AsyncClient, Client
 
 from console.apps import check_connections, check_layer, check_pragmas
 from console.secrets import persistent_secret
@@ -198,6 +199,16 @@ def test_a_route_that_declares_no_access_is_an_error_at_start(settings):
     assert "forgotten" in error.msg
 
 
+def test_the_doctor_says_what_is_wrong_and_what_to_do(tmp_path):
+    code = "import sys; sys.argv = ['manage.py', 'doctor']; import manage; manage.main()"
+    done = in_a_new_process(code, tmp_path, QUARTERDECK_MODEL=str(tmp_path / "none"))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    at = lines.index(f" bad  no model in {tmp_path / 'none'}")
+    assert "manage.py model pull" in lines[at + 1]
+    assert any(line.startswith("  ok  Python") for line in lines)
+
+
 # ---------------------------------------------------------------- headers
 
 
@@ -230,6 +241,23 @@ def test_every_page_carries_the_policy_and_no_inline_script(make_user, client):
 @pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/nothing", "/static/x.js"])
 def test_every_answer_names_its_worker(path, database):
     assert_safe(Client().get(path))
+
+
+async def test_a_fault_of_ours_is_named_by_an_id_that_the_log_has(make_key, monkeypatch, caplog):
+    async def broken():
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("console.services.fleet.read_fleet", broken)
+    bearer = {"Authorization": f"Bearer {await sync_to_async(make_key)('control')}"}
+    client = AsyncClient(raise_request_exception=False)
+    response = await client.get("/api/fleet", headers=bearer)
+    assert response.status_code == 500
+    message = response.json()["error"]["message"]
+    assert "a bug" not in message
+    identity = message.split()[2].rstrip(";")
+    assert identity in caplog.text
+    assert "ValueError: a bug" in caplog.text
+    assert_safe(response)
 
 
 def test_signing_in_goes_to_the_fleet_and_signing_out_to_the_form(make_user):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import get_args
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.contrib.auth.models import Group
+from django.db import transaction
 from django.test import AsyncClient
 
 from console import auth, events
@@ -155,6 +157,37 @@ async def test_a_forged_relay_is_refused_on_the_unix_socket_too(make_user):
     socket = Socket(application, "/ws/chat/", forged, server=("/run/worker-1.sock", None))
     assert await socket.open() == "open"
     assert await socket.hear() == {"type": "close", "code": 4401}
+
+
+# ---------------------------------------------------------------- hints
+
+
+def test_every_event_is_in_the_union_and_every_one_is_handled(worker):
+    assert set(get_args(events.Known)) == set(events.Event.__subclasses__())
+    on_hint(events.SessionEnded(session="x"))
+    on_hint(events.KeyRevoked(key_id=1))
+
+
+def test_a_hint_is_small_and_waits_for_the_commit(database, monkeypatch):
+    sent = []
+    monkeypatch.setattr(events, "_send", sent.append)
+    with pytest.raises(ValueError, match="4096"):
+        events.publish_on_commit(events.SessionEnded(session="x" * 5000))
+    with transaction.atomic():
+        events.publish_on_commit(events.KeyRevoked(key_id=1))
+        assert sent == []
+    assert len(sent) == 1
+
+
+def test_a_broker_that_is_away_costs_a_hint_and_nothing_else(database, settings, caplog):
+    settings.CHANNEL_LAYERS = {
+        "default": {
+            "BACKEND": "channels_redis.core.RedisChannelLayer",
+            "CONFIG": {"hosts": ["unix:///nowhere.sock"]},
+        }
+    }
+    events.publish_on_commit(events.KeyRevoked(key_id=1))
+    assert "a hint was lost" in caplog.text
 
 
 # ---------------------------------------------------------------- the live picture

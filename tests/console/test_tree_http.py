@@ -385,3 +385,15 @@ def test_a_celery_task_runs_in_the_tree(tree: Tree):
         "from console.models import Conversation as C; print(C.objects.filter(title='old').count())"
     )
     eventually(lambda: tree.manage("shell", "-v", "0", "-c", count).strip() == "0", 20, tree)
+
+
+def test_200_hints_of_one_synchronous_process_leave_no_error_line(tree: Tree):
+    """C5: each comes from an event loop of its own."""
+    code = (
+        "from console import events as e\n"
+        "for n in range(200): e.publish_on_commit(e.KeyRevoked(key_id=10**6 + n))\n"
+        "print('done')"
+    )
+    done = tree.manage_process("shell", "-v", "0", "-c", code)
+    assert done.stdout.strip() == "done"
+    assert done.stderr == ""

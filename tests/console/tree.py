@@ -34,7 +34,10 @@ class Tree:
         self.key = ""
 
     def manage(self, *arguments: str) -> str:
-        done = subprocess.run(
+        return self.manage_process(*arguments).stdout
+
+    def manage_process(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [sys.executable, "manage.py", *arguments],
             cwd=ROOT,
             env=self.environment,
@@ -43,7 +46,6 @@ class Tree:
             timeout=60,
             check=True,
         )
-        return done.stdout
 
     def new_key(self, *scopes: str, options: tuple[str, ...] = ()) -> str:
         flags = [part for scope in scopes for part in ("--scope", scope)]

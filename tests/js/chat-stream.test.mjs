@@ -106,7 +106,7 @@ test("an answer whose worker died has no usage and counts what arrived", () => {
   assert.equal(answer.phase, "failed");
 });
 
-const stored = { id: 7, state: "done", stream: "s", text: "a", token_ids: [1], epochs: [[1, 3]], logprobs: null, entropy: null, rid: "r", worker: "1", rank: 0, finish: null, prompt_tokens: 4, completion_tokens: 1, cached_tokens: 0, ttft_ms: 80, tokens_per_s: 60 };
+const stored = { id: 7, state: "done", stream: "s", route: "auto", via: "1", compare: false, top: null, slot_freed: null, text: "a", token_ids: [1], epochs: [[1, 3]], logprobs: null, entropy: null, rid: "r", worker: "1", rank: 0, finish: null, usage: { prompt_tokens: 4, completion_tokens: 1, cached_tokens: 0 }, ttft_ms: 80, tokens_per_s: 60 };
 
 test("a stored message is an answer again", () => {
   const answer = storedAnswer(stored);

@@ -83,6 +83,17 @@ test("a window forgets what is older than its length and pads what came later", 
   assert.equal(window.last("a"), 20);
 });
 
+test("a young chart shows two minutes and grows to the whole window", () => {
+  const window = new SampleWindow(900);
+  window.push(1000, { a: 1 });
+  window.push(1010, { a: 1 });
+  assert.deepEqual(window.range(), { min: 890, max: 1010 });
+  window.push(1500, { a: 1 });
+  assert.deepEqual(window.range(), { min: 1000, max: 1500 });
+  for (let time = 1501; time <= 2500; time += 1) window.push(time, { a: 1 });
+  assert.deepEqual(window.range(), { min: 1600, max: 2500 });
+});
+
 test("percentiles are nearest-rank", () => {
   assert.equal(percentile([], 0.5), null);
   assert.equal(percentile([5, 1, 3], 0.5), 3);

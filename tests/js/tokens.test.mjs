@@ -3,47 +3,44 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { EDGES, binOf, epochOfEach, legendOf, probability, spansOf, visible } from "../../static/js/tokens.js";
+import { EDGES, binOf, epochOfEach, fromBase64, legendOf, probability, spansOf, visible } from "../../static/js/tokens.js";
 
-/** Pieces of the tokens that a text's bytes make when cut into the given sizes; ids are positions. */
-function piecesOf(text, sizes) {
+/** Tokens that a text's bytes make when cut into the given sizes. */
+function tokensOf(text, sizes) {
   const bytes = new TextEncoder().encode(text);
-  const pieces = [];
+  const tokens = [];
   for (let at = 0, turn = 0; at < bytes.length; turn += 1) {
     const size = sizes[turn % sizes.length];
-    pieces.push(new TextDecoder().decode(bytes.slice(at, at + size)));
+    tokens.push(bytes.slice(at, at + size));
     at += size;
   }
-  return pieces;
+  return tokens;
 }
 
-const draw = (pieces, text) => spansOf(pieces.map((_, id) => id), (id) => pieces[id], text);
+const draw = (tokens, text) => spansOf(tokens.map((_, id) => id), (id) => tokens[id], text);
 
 test("spans join to the text whatever the token borders", () => {
   const text = "naïve 世界 👩‍🚀 end";
   for (const sizes of [[1], [2], [3], [1, 4], [5]]) {
-    const spans = draw(piecesOf(text, sizes), text);
+    const spans = draw(tokensOf(text, sizes), text);
     assert.equal(spans.map(({ text: part }) => part).join(""), text, String(sizes));
-    assert.equal(spans.reduce((sum, { count }) => sum + count, 0), piecesOf(text, sizes).length);
+    assert.equal(spans.reduce((sum, { count }) => sum + count, 0), tokensOf(text, sizes).length);
+    assert.ok(spans.every(({ outside }) => !outside));
   }
 });
 
 test("tokens inside one character make one span", () => {
-  assert.deepEqual(draw(piecesOf("é!", [1]), "é!").map(({ text, first, count }) => [text, first, count]), [["é", 0, 2], ["!", 2, 1]]);
+  assert.deepEqual(draw(tokensOf("é!", [1]), "é!").map(({ text, first, count }) => [text, first, count]), [["é", 0, 2], ["!", 2, 1]]);
 });
 
-test("a piece that lost its leading space gets it back from the text", () => {
-  assert.deepEqual(draw(["The", "cat"], "The cat").map(({ text }) => text), ["The", " cat"]);
-});
-
-test("an end token that is not in the text is a span of its own", () => {
-  const spans = draw(["Hi", "<|im_end|>"], "Hi");
-  assert.deepEqual(spans.map(({ text, special }) => [text, special]), [["Hi", false], ["<|im_end|>", true]]);
+test("an end token and a trimmed stop are outside of the text", () => {
+  const tokens = ["Hi", " ###", "<|im_end|>"].map((piece) => new TextEncoder().encode(piece));
+  assert.deepEqual(draw(tokens, "Hi").map(({ outside }) => outside), [false, true, true]);
 });
 
 test("an answer that was cut inside a character still shows all its tokens", () => {
-  const spans = draw(["a", "\ufffd"], "a");
-  assert.deepEqual(spans.map(({ text, count }) => [text, count]), [["a", 1], ["", 1]]);
+  const spans = draw(tokensOf("a世", [1, 2]).slice(0, 2), "a");
+  assert.deepEqual(spans.map(({ text, count, outside }) => [text, count, outside]), [["a", 1, false], ["\ufffd", 1, true]]);
 });
 
 test("each token has the epoch of its run", () => {
@@ -64,4 +61,5 @@ test("what cannot be seen is made visible, and chances are readable", () => {
   assert.equal(visible(""), "∅");
   assert.equal(probability(0), "100 %");
   assert.equal(probability(Math.log(0.003)), "0.30 %");
+  assert.deepEqual([...fromBase64("4pyT")], [0xe2, 0x9c, 0x93]);
 });

@@ -38,9 +38,15 @@ class Command(BaseCommand):
         self.check(databases=["default"])
         self._password = ensure_admin(settings.QUARTERDECK_ADMIN_PASSWORD)
         connections.close_all()
-        if not Path(settings.QUARTERDECK_ENGINE.model_path).is_dir():
+        self._ensure_model(Path(settings.QUARTERDECK_ENGINE.model_path))
+
+    def _ensure_model(self, path: Path) -> None:
+        """The embedded model is fetched when it is missing; any other one must be there."""
+        if not path.is_dir() and path.parent == settings.QUARTERDECK_HOME / "models":
+            call_command("model", "pull")
+        if not path.is_dir():
             raise supervisor.GaveUp(
-                f"there is no model in {settings.QUARTERDECK_ENGINE.model_path}; "
+                f"there is no model in {path}; "
                 "run 'manage.py model pull', or set QUARTERDECK_MODEL to a Hugging Face directory"
             )
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig, Limits
+from engine.config import EngineConfig, Limits, home_from_env
 from tests.engine.model import tiny
 
-EMBEDDED = Path(os.environ.get("QUARTERDECK_HOME") or "var") / "models" / "SmolLM2-135M-Instruct"
+HOME = home_from_env(os.environ)  # keeps the built C++ operators from run to run
+EMBEDDED = HOME / "models" / "SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,7 @@ def embedded_model() -> Path:
 def engine_config(directory: Path, **settings: object) -> EngineConfig:
     """fp32, one thread, 8-token blocks."""
     fields: dict[str, object] = {
-        "home": str(directory),
+        "home": str(HOME),
         "model_path": str(directory),
         "dtype": "fp32",
         "threads": 1,

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.messages import SamplingParams
 from engine.model.runner import ModelRunner
-from engine.scheduler.plan import PlanRow, SampledRow, SlotBegin, StepPlan
+from engine.scheduler.plan import PlanRow, SampledRow, SlotBegin, StepPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=32)
 
@@ -42,6 +42,7 @@ class Driver:
         self._ends: list[int] = []
         self._begins: list[SlotBegin] = []
         self.running: list[Job] = []
+        self.answer = StepResult(epoch=0)
 
     def begin(self, job: Job, *, cached_blocks: list[int] | None = None) -> Job:
         """Starts ``job``; the tokens of ``cached_blocks`` are not computed again."""
@@ -75,8 +76,8 @@ class Driver:
         rows = [self._row(job) for job in self.running]
         plan = StepPlan(step=self._step, ends=self._ends, begins=self._begins, rows=rows)
         self._step, self._ends, self._begins = self._step + 1, [], []
-        answer = self.runner.forward(plan)
-        for job, row, result in zip(list(self.running), rows, answer.rows, strict=True):
+        self.answer = self.runner.forward(plan)
+        for job, row, result in zip(list(self.running), rows, self.answer.rows, strict=True):
             job.computed += len(row.token_ids)
             job.results.append(result)
             if result.token_id is not None:

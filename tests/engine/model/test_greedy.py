@@ -17,7 +17,7 @@ from tests.engine.model.driver import Driver, Job
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
-CASES = [(family, backend) for family in tiny.FAMILIES for backend in ("hf",)]
+CASES = [(family, backend) for family in tiny.FAMILIES for backend in ("hf", "native", "eager")]
 
 
 def plain_generate(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -112,7 +112,7 @@ def test_a_retracted_row_goes_on_as_if_nothing_happened(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("backend", ["hf"])
+@pytest.mark.parametrize("backend", ["hf", "native"])
 def test_the_embedded_model(embedded_model: Path, backend: str) -> None:
     runner = make_runner(engine_config(embedded_model, backend=backend), dp=0, tp=0, group=None)
     prompts = [

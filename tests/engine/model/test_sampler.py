@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,13 @@ from hypothesis import strategies as st
 
 from engine.messages import LogprobParams, SamplingParams
 from engine.model.noise import uniform
-from engine.model.sampler import Sampler
+from engine.model.runner import make_runner
+from engine.model.sampler import Draw, DrawRequest, Sampler, draw_rows
 from engine.model.slots import Slot
 from engine.scheduler.plan import SampledRow
+from tests.engine.model.conftest import engine_config
 
+Sample = Callable[..., list[SampledRow]]
 VOCABULARY = 50
 EOS = (7, 9)
 
@@ -35,11 +40,25 @@ def slot_of(output_ids: list[int] | None = None, **fields: Any) -> Slot:
     )
 
 
-def sample(logits: np.ndarray, *slots: Slot) -> list[SampledRow]:
-    results = [SampledRow(slot=i) for i in range(len(slots))]
-    rows = torch.tensor(np.tile(logits, (len(slots), 1)), dtype=torch.float32)
-    Sampler(EOS).sample(rows, list(slots), results)
-    return results
+@pytest.fixture(scope="module")
+def native_draw(tiny_model: Callable[[str], Path]) -> Draw:
+    """The C++ draw; it belongs to a decoder."""
+    config = engine_config(tiny_model("llama"), backend="native")
+    return make_runner(config, dp=0, tp=0, group=None)._backend.draw  # type: ignore[attr-defined]
+
+
+@pytest.fixture(scope="module", params=["torch", "C++"])
+def sample(request: pytest.FixtureRequest, native_draw: Draw) -> Callable[..., list[SampledRow]]:
+    """Samples one row of logits for each slot."""
+    sampler = Sampler(EOS, native_draw if request.param == "C++" else None)
+
+    def run(logits: np.ndarray, *slots: Slot) -> list[SampledRow]:
+        results = [SampledRow(slot=i) for i in range(len(slots))]
+        rows = torch.tensor(np.tile(logits, (len(slots), 1)), dtype=torch.float32)
+        sampler.sample(rows, list(slots), results)
+        return results
+
+    return run
 
 
 def some_logits(seed: int = 0) -> np.ndarray:
@@ -62,7 +81,7 @@ def kept_by_filters(logits: np.ndarray, sampling: SamplingParams) -> list[int]:
     return [int(i) for i in order[weights >= sampling.min_p * weights[0]]]
 
 
-def test_greedy_takes_the_best_whatever_the_filters_say() -> None:
+def test_greedy_takes_the_best_whatever_the_filters_say(sample: Sample) -> None:
     logits = some_logits()
     rows = sample(
         logits,
@@ -82,7 +101,7 @@ def test_greedy_takes_the_best_whatever_the_filters_say() -> None:
 )
 @settings(max_examples=150, deadline=None)
 def test_a_drawn_token_survives_every_filter(
-    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+    sample: Sample, seed: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = some_logits(seed % 1000)
     slot = slot_of(seed=seed, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
@@ -94,7 +113,7 @@ def test_a_drawn_token_survives_every_filter(
     "filters",
     [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9, "min_p": 0.02}],
 )
-def test_draws_follow_the_filtered_distribution(filters: dict[str, float]) -> None:
+def test_draws_follow_the_filtered_distribution(sample: Sample, filters: dict[str, float]) -> None:
     logits = some_logits(3)
     count = 4000
     slots = [slot_of(seed=seed, temperature=0.8, **filters) for seed in range(count)]
@@ -106,7 +125,7 @@ def test_draws_follow_the_filtered_distribution(filters: dict[str, float]) -> No
         assert abs(drawn[token_id] / count - weight) < 5 * deviation + 1e-9
 
 
-def test_a_large_vocabulary_is_cut_where_a_small_one_would_be() -> None:
+def test_a_large_vocabulary_is_cut_where_a_small_one_would_be(sample: Sample) -> None:
     logits = np.random.default_rng(1).normal(0, 1, 5000).astype(np.float32)
     for seed, fields in enumerate(({"top_p": 0.99}, {"top_k": 3000, "top_p": 0.97})):
         slot = slot_of(seed=seed, **fields)
@@ -114,7 +133,7 @@ def test_a_large_vocabulary_is_cut_where_a_small_one_would_be() -> None:
         assert row.token_id in kept_by_filters(logits, slot.sampling)
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
+def test_a_row_does_not_depend_on_its_batch(sample: Sample) -> None:
     logits = some_logits(4)
     fields = [{"seed": seed, "temperature": 0.9, "top_p": 0.95} for seed in range(8)]
     alone = [sample(logits, slot_of(**one))[0].token_id for one in fields]
@@ -130,7 +149,7 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
     assert uniform(2**64 + 3, 1) == uniform(3, 1)
 
 
-def test_penalties_and_bias() -> None:
+def test_penalties_and_bias(sample: Sample) -> None:
     logits = some_logits(6)
     slot = slot_of(
         output_ids=[4, 4, 5],
@@ -155,7 +174,7 @@ def test_penalties_and_bias() -> None:
     assert row.top[0][0] == row.token_id
 
 
-def test_end_tokens_wait_for_min_new_tokens() -> None:
+def test_end_tokens_wait_for_min_new_tokens(sample: Sample) -> None:
     logits = some_logits()
     logits[[7, 9, 12]] = 50.0, 49.0, 48.0
     fields: dict[str, Any] = {"temperature": 0.0, "min_new_tokens": 2, "stop_token_ids": (12,)}
@@ -166,7 +185,7 @@ def test_end_tokens_wait_for_min_new_tokens() -> None:
     assert [rows[1].token_id, rows[2].token_id] == [7, 7]
 
 
-def test_logprobs_are_processed_or_raw_as_asked() -> None:
+def test_logprobs_are_processed_or_raw_as_asked(sample: Sample) -> None:
     logits = some_logits(8)
     want = LogprobParams(top_num=4, token_ids=(3, 1))
     raw = LogprobParams(top_num=4, token_ids=(3, 1), raw=True)
@@ -185,7 +204,7 @@ def test_logprobs_are_processed_or_raw_as_asked() -> None:
         assert row.token_logprobs[1] == pytest.approx(truth[[3, 1]], abs=1e-5)
 
 
-def test_entropy_is_in_nats_and_survives_masked_tokens() -> None:
+def test_entropy_is_in_nats_and_survives_masked_tokens(sample: Sample) -> None:
     flat = np.zeros(VOCABULARY, np.float32)
     (row,) = sample(flat, slot_of(return_entropy=True))
     assert row.entropy == pytest.approx(np.log(VOCABULARY), abs=1e-5)
@@ -194,9 +213,30 @@ def test_entropy_is_in_nats_and_survives_masked_tokens() -> None:
     assert row.logprob is None
 
 
-def test_what_was_not_asked_for_is_absent() -> None:
+def test_what_was_not_asked_for_is_absent(sample: Sample) -> None:
     logits = some_logits()
     plain, asked = sample(logits, slot_of(), slot_of(logprob=LogprobParams(), return_entropy=True))
     assert (plain.logprob, plain.top, plain.token_logprobs, plain.entropy) == (None,) * 4
     assert asked.logprob is not None and asked.entropy is not None
     assert (asked.top, asked.token_logprobs) == (None, None)
+
+
+@given(st.integers(0, 2**31), st.sampled_from([17, 1000, 5000]), st.sampled_from([0.3, 1.0, 9.0]))
+@settings(max_examples=100, deadline=None)
+def test_both_forms_of_the_draw_agree(
+    native_draw: Draw, seed: int, vocabulary: int, temperature: float
+) -> None:
+    source = np.random.default_rng(seed)
+    logits = torch.tensor(source.normal(0, 3, (1, vocabulary)), dtype=torch.float32)
+    request = DrawRequest(
+        temperature=temperature,
+        top_k=int(source.choice([-1, 5, 900])),
+        top_p=float(source.choice([1.0, 0.9, 0.2])),
+        min_p=float(source.choice([0.0, 0.02])),
+        point=float(source.random()),
+        describe=True,
+    )
+    (mine,), (truth,) = native_draw(logits, [request]), draw_rows(logits, [request])
+    assert mine.token_id == truth.token_id
+    for name in ("logprob", "entropy", "logsumexp"):
+        assert getattr(mine, name) == pytest.approx(getattr(truth, name), abs=2e-5, rel=2e-5)

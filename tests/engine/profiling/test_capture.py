@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict
 from engine.profiling import capture as capture_module
 from engine.profiling.capture import Capture
-from engine.profiling.manifest import ProfileFile, Rank, RankManifest, find, write_profile
+from engine.profiling.manifest import ProfileFile, RankManifest, find, write_profile
 from engine.profiling.merge import merge
 from engine.profiling.rules import check_trace
 from engine.profiling.spec import parse_spec
@@ -134,7 +135,7 @@ def test_segments_stay_below_their_bound(toy, monkeypatch):
 
 
 def test_stages_are_recorded_apart_each_for_its_own_number_of_steps(toy):
-    toy.arm(num_steps=2, by_stage=True)
+    toy.arm(num_steps=2, profile_by_stage=True)
     for stage in ("prefill", "decode", "decode", "decode", "prefill", "prefill", "decode"):
         toy.step(stage)
     manifest = toy.manifest()
@@ -258,13 +259,13 @@ def test_memory_events_are_recorded_in_the_trace_and_not_as_a_pickle(toy):
 @pytest.mark.parametrize(
     ("raw", "sentence"),
     [
-        ({"by_stage": True}, "profile_by_stage needs num_steps"),
+        ({"profile_by_stage": True}, "profile_by_stage needs num_steps"),
         ({"num_steps": "many"}, "num_steps"),
         ({"num_steps": 0}, "num_steps must be above 0"),
         ({"max_seconds": 1e9}, "max_seconds"),
         ({"activities": ["RPD"]}, "activities"),
         ({"activities": []}, "at least one of CPU, GPU and MEM"),
-        ({"profile_id": "../x"}, "profile id"),
+        ({"profile_id": "../x"}, "may hold up to 128 letters"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(raw, sentence):

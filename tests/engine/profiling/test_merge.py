@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict
 from engine.profiling.document import atomic_output
-from engine.profiling.manifest import Rank
 from engine.profiling.merge import merge
 from engine.profiling.rules import check_trace
 from tests.engine.profiling.traces import (

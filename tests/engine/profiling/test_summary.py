@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.artifacts import Rank
 from engine.errors import NotFound
 from engine.profiling.difference import compare
 from engine.profiling.lanes import covered, self_times, union
-from engine.profiling.manifest import Rank, StepMark
+from engine.profiling.manifest import StepMark
 from engine.profiling.summary import read_summary, summarize
 from tests.engine.profiling.traces import BASE_NS, ProfileDir, anchor, named, span
 

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from engine.artifacts import Rank
 from engine.profiling.manifest import (
     Anchor,
     ProfileFile,
-    Rank,
     RankManifest,
     Segment,
     write_manifest,

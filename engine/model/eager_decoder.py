@@ -1,0 +1,151 @@
+"""The decoder in torch operators and our kernels: the CUDA path, the fallback, the C++ oracle.
+
+Path: native.py -> here -> kernels/. On CPU the operators are their references and torch's linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import functional
+
+from engine.model.inputs import Batch
+from engine.model.kv_cache import KVCache
+from engine.model.layout import Shard
+from engine.model.sampler import draw_rows
+from engine.model.spec import DecoderSpec
+from engine.scheduler.ranks import Group
+from kernels.attention_tile import PagedContext, Scores
+from kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from kernels.paged_attention import paged_attention
+from kernels.paged_prefill import paged_prefill
+from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rotary import rotary
+from kernels.store_kv import store_kv
+
+SPLIT_TOKENS = 256  # of the decode kernel when rows must not depend on their batch
+
+
+class EagerDecoder:
+    """One rank's decoder. ``weights`` are by layout name, norms as the checkpoint has them."""
+
+    weight_form = "plain"
+    draw = staticmethod(draw_rows)
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        shard: Shard,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        tables: list[torch.Tensor],
+        cache: KVCache,
+        group: Group | None,
+        deterministic: bool,
+    ) -> None:
+        self._spec = spec
+        self._shard = shard
+        self._weights = weights
+        self._tables = tables
+        self._cache = cache
+        self._group = group
+        self._split_tokens = SPLIT_TOKENS if deterministic else None
+        self.parameter_bytes = sum(w.numel() * w.element_size() for w in weights.values())
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """The residual stream behind the last layer, [tokens, hidden]."""
+        x = functional.embedding(batch.token_ids, self._weights["embedding"])
+        if self._spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self._spec.embedding_scale, dtype=x.dtype)
+        for index in range(len(self._spec.layers)):
+            normed = self._norm(x, f"layers.{index}.input_norm")
+            delta = self._attention(batch, index, normed)
+            normed = self._join(x, delta, index, "after_attention_norm", "mlp_norm")
+            x = x + self._after(self._mlp(index, normed), f"layers.{index}.after_mlp_norm")
+        return x
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the output layer reads."""
+        return self._norm(x, "final_norm")
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, this rank's vocabulary] of residuals [tokens, hidden]."""
+        logits = functional.linear(self.normed(x), self._weights["head"]).float()
+        cap = self._spec.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        spec = self._spec
+        return rms_norm(x, self._weights[name], spec.norm_epsilon, weight_offset=spec.norm_offset)
+
+    def _after(self, delta: torch.Tensor, name: str) -> torch.Tensor:
+        """The ranks' sum, normed where the layer has a norm there."""
+        if self._group is not None:
+            self._group.all_reduce(delta)
+        return self._norm(delta, name) if name in self._weights else delta
+
+    def _join(
+        self, x: torch.Tensor, delta: torch.Tensor, index: int, after: str, norm: str
+    ) -> torch.Tensor:
+        """x += delta in place; returns the norm of the sum."""
+        spec = self._spec
+        return add_rms_norm(
+            self._after(delta, f"layers.{index}.{after}"),
+            x,
+            self._weights[f"layers.{index}.{norm}"],
+            spec.norm_epsilon,
+            weight_offset=spec.norm_offset,
+        )
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.linear(x, self._weights[name], self._weights.get(f"{name}_bias"))
+
+    def _attention(self, batch: Batch, index: int, normed: torch.Tensor) -> torch.Tensor:
+        layer, dim = f"layers.{index}", self._spec.head_dim
+        heads = [self._shard.heads, self._shard.kv_heads, self._shard.kv_heads]
+        qkv = self._linear(normed, f"{layer}.qkv").view(batch.tokens, -1, dim)
+        query, key, value = torch.split(qkv, heads, dim=1)
+        if self._spec.qk_norm:
+            query = self._norm(query, f"{layer}.query_norm")
+            key = self._norm(key, f"{layer}.key_norm")
+        rotary(query, key, batch.positions, self._tables[self._spec.layers[index].rotary])
+        keys, values = self._cache.keys[index], self._cache.values[index]
+        store_kv(key, value, keys, values, batch.kv_slots)
+        attended = self._attend(batch, index, query)
+        return self._linear(attended.flatten(1), f"{layer}.output")
+
+    def _attend(self, batch: Batch, index: int, query: torch.Tensor) -> torch.Tensor:
+        context = PagedContext(
+            key=self._cache.keys[index],
+            value=self._cache.values[index],
+            block_tables=batch.block_tables,
+            lengths=batch.context_lengths,
+            block_size=batch.block_size,
+        )
+        scores = Scores(
+            scale=self._spec.attention_scale,
+            window=self._spec.layers[index].window,
+            soft_cap=self._spec.attention_cap,
+        )
+        if batch.tokens == batch.rows:
+            return paged_attention(
+                query,
+                context,
+                scores,
+                longest=batch.longest_context or None,
+                split_tokens=self._split_tokens,
+            )
+        return paged_prefill(
+            query,
+            batch.query_starts,
+            context,
+            scores,
+            longest_chunk=batch.longest_chunk or batch.tokens,
+        )
+
+    def _mlp(self, index: int, normed: torch.Tensor) -> torch.Tensor:
+        gate = self._linear(normed, f"layers.{index}.gate")
+        up = self._linear(normed, f"layers.{index}.up")
+        active = silu_and_mul if self._spec.activation == "silu" else gelu_tanh_and_mul
+        return self._linear(active(gate, up), f"layers.{index}.down")

@@ -1,0 +1,157 @@
+"""The fast backend: one lean decoder for Llama, Mistral, Qwen, SmolLM and Gemma.
+
+Path: torch_runner.py -> here -> native_ops.py (C++ on CPU) or eager_decoder.py (torch and Triton).
+Both hold this rank's share of the weights, by the names of layout.py, and attend over the paged
+cache without gathering it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model.eager_decoder import EagerDecoder
+from engine.model.inputs import Batch
+from engine.model.kv_cache import KVCache, LayerShape
+from engine.model.layout import Layout, Shard, assemble, layout
+from engine.model.loader import Checkpoint, ModelDirectory, weight_paths
+from engine.model.native_build import load_library
+from engine.model.native_ops import CpuDecoder
+from engine.model.sampler import DrawRequest, DrawResult
+from engine.model.spec import DecoderSpec, RotarySpec
+from engine.scheduler.ranks import Group
+from kernels.rotary import cos_sin_table
+
+
+class Decoder(Protocol):
+    """One rank's decoder over its share of the weights."""
+
+    weight_form: str
+    parameter_bytes: int
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        """The residual stream behind the last layer, [tokens, hidden]."""
+        ...
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the output layer reads, [tokens, hidden]."""
+        ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """fp32 [tokens, this rank's vocabulary]."""
+        ...
+
+    def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+        """See ``sampler.draw_rows``."""
+        ...
+
+
+class NativeBackend:
+    """A decoder with its cache and, if tp > 1, its group."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        directory: ModelDirectory,
+        spec: DecoderSpec,
+        *,
+        dtype: torch.dtype,
+        group: Group | None,
+    ) -> None:
+        self._spec = spec
+        self._group = group
+        self._decoder = _make_decoder(config, directory, spec, dtype, group)
+        self.name = "native" if isinstance(self._decoder, CpuDecoder) else "eager"
+        self.draw = self._decoder.draw
+        self.weight_form = self._decoder.weight_form
+        self.parameter_bytes = self._decoder.parameter_bytes
+
+    def forward(
+        self, batch: Batch, keep: torch.Tensor, want_hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits fp32 [keep, vocab] and, if wanted, hidden states [tokens, hidden]."""
+        x = self._decoder.hidden(batch)
+        logits = self._decoder.logits(x[keep]) if len(keep) else x.new_empty(0, 0)
+        if self._group is not None and len(keep):
+            logits = self._group.gather_columns(logits)[:, : self._spec.vocabulary]
+        return logits, self._decoder.normed(x) if want_hidden else None
+
+
+def _make_decoder(
+    config: EngineConfig,
+    directory: ModelDirectory,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    group: Group | None,
+) -> Decoder:
+    shard = Shard.of(spec, *((group.rank, group.size) if group else (0, 1)))
+    cache = KVCache(
+        [LayerShape(shard.kv_heads, spec.head_dim, spec.head_dim) for _ in spec.layers],
+        num_blocks=config.limits.kv_tokens // config.limits.block_tokens,
+        block_size=config.limits.block_tokens,
+        dtype=dtype,
+        device=torch.device(config.device),
+    )
+    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
+    tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
+    wants_library = config.device == "cpu" and config.backend != "eager"
+    library = load_library(Path(config.home)) if wants_library else None
+    parts, checkpoint = layout(spec, shard), Checkpoint(*weight_paths(config))
+    if library is not None:
+        return CpuDecoder(
+            library,
+            spec,
+            shard,
+            parts,
+            checkpoint.read,
+            tables=tables,
+            cache=cache,
+            group=group,
+            config=config,
+            dtype=dtype,
+        )
+    if config.weights != "plain":
+        raise ConfigError(f"weights {config.weights} needs the C++ operators: set it to plain")
+    return EagerDecoder(
+        spec,
+        shard,
+        _read_weights(parts, checkpoint, dtype, torch.device(config.device)),
+        tables=[table.to(config.device) for table in tables],
+        cache=cache,
+        group=group,
+        deterministic=config.deterministic,
+    )
+
+
+def _read_weights(
+    parts: Layout, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    weights = {
+        name: assemble(sources, checkpoint.read).to(device=device, dtype=dtype).contiguous()
+        for name, sources in parts.items()
+    }
+    if (
+        parts["head"][0].name == parts["embedding"][0].name
+        and weights["head"].shape == weights["embedding"].shape
+    ):
+        weights["head"] = weights["embedding"]  # tied: one storage
+    return weights
+
+
+def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:
+    """fp32 [head_dim / 2], radians per position, by transformers' formulas in fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (rotary.base**exponents)
+    if rotary.kind == "default":
+        return plain
+    slowed = plain / rotary.factor
+    if rotary.kind == "linear":
+        return slowed
+    low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
+    turns = rotary.original_context * plain / (2 * torch.pi)
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * slowed + blend * plain

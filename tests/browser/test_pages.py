@@ -1,0 +1,111 @@
+"""Pages as a person uses them: compare, tokens, branches, keys, keyboard, narrow screens."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+pytestmark = pytest.mark.browser
+
+PAGES = ("/fleet/", "/playground/", "/connect/", "/keys/")
+
+NAMELESS = """() => [...document.querySelectorAll("button, a[href], input, select, textarea")]
+  .filter((e) => e.checkVisibility() && e.type !== "hidden")
+  .filter((e) => !(e.textContent.trim() || e.title || e.ariaLabel || e.labels?.length))
+  .map((e) => e.outerHTML.slice(0, 120))"""
+
+
+def ask(page: Page, text: str) -> None:
+    """Sends a message and waits for the end of its answers."""
+    page.get_by_role("textbox", name="Message").fill(text)
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("qd-answer").last).to_have_attribute("data-phase", "done", timeout=15000)
+
+
+def test_two_ranks_answer_side_by_side_in_one_conversation(page, served):
+    page.goto(f"{served.url}/playground/")
+    page.get_by_role("button", name="Side by side").click()
+    ask(page, "side by side [[eos 12]]")
+    expect(page.locator("qd-answer")).to_have_count(2)
+    expect(page.locator(".facts-line").nth(0)).to_contain_text("dp0")
+    expect(page.locator(".facts-line").nth(1)).to_contain_text("dp1")
+    page.reload()
+    expect(page.locator(".turn")).to_have_count(1)
+    expect(page.locator("qd-answer")).to_have_count(2)
+
+
+def test_tokens_show_their_epoch_their_chance_and_the_alternatives(page, served):
+    page.goto(f"{served.url}/playground/")
+    page.get_by_label("Logprobs and alternatives").check()
+    page.get_by_label("Entropy").check()
+    ask(page, "[[say Naïve 世界]]")
+    page.get_by_role("button", name="Tokens").click()
+    text = "".join(page.locator(".token:not(.outside)").all_inner_texts())
+    assert text == "Naïve 世界"
+    page.get_by_role("button", name="Logprob", exact=True).click()
+    expect(page.locator(".token-legend")).to_contain_text("nats")
+    page.locator(".token").nth(1).hover()
+    expect(page.locator(".token-hint")).to_contain_text(re.compile(r"% \(-.* nats\) · entropy"))
+    expect(page.locator(".token-hint .other")).not_to_have_count(0)
+
+
+def test_markup_in_an_answer_is_text_and_its_links_are_harmless(page, served):
+    page.goto(f"{served.url}/playground/")
+    ask(page, "[[say <img src=x onerror=alert(1)> <b>bold</b> *soft* <javascript:alert(1)>]]")
+    body = page.locator(".answer-body").last
+    expect(body).to_contain_text("<img src=x onerror=alert(1)> <b>bold</b>")
+    expect(body.locator("em")).to_have_text("soft")
+    assert body.locator("img, b, script, [onerror], a[href^=javascript]").count() == 0
+
+
+def test_an_edited_question_is_a_branch_and_the_first_one_stays(page, served):
+    page.goto(f"{served.url}/playground/")
+    ask(page, "start [[eos 4]]")
+    ask(page, "[[say first way]]")
+    page.get_by_role("button", name="Edit and send").last.click()
+    page.get_by_role("textbox", name="Edit the message").fill("[[say second way]]")
+    page.get_by_role("button", name="Send edited").click()
+    expect(page.locator(".answer-body").last).to_contain_text("second way")
+    expect(page.locator(".branches").last).to_contain_text("2 of 2")
+    page.get_by_role("button", name="Version before").last.click()
+    expect(page.locator(".answer-body").last).to_contain_text("first way")
+
+
+def test_a_key_is_shown_once_and_can_be_revoked(page, served):
+    page.goto(f"{served.url}/keys/")
+    page.get_by_role("button", name="Create key").first.click()
+    page.get_by_label("Name").fill("browser test")
+    page.locator("dialog").get_by_role("button", name="Create key").click()
+    secret = page.locator("#secret").inner_text()
+    assert secret.startswith("qd-")
+    page.goto(f"{served.url}/keys/")
+    assert secret not in page.content()
+    row = page.get_by_role("row", name=re.compile("browser test"))
+    row.get_by_role("button", name="Revoke key").click()
+    page.locator("dialog[open]").get_by_role("button", name="Revoke key").click()
+    expect(row).to_contain_text("revoked")
+
+
+def test_the_palette_and_the_table_keys_need_no_mouse(page, served):
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Worker 2")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("conn")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/connect/")
+    expect(page.locator("#snippets")).to_contain_text(f"{served.url}/v1")
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_every_control_has_a_name_and_nothing_sticks_out_of_a_narrow_screen(page, served, path):
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(served.url + path)
+    page.wait_for_timeout(300)
+    assert page.evaluate(NAMELESS) == []
+    width = page.evaluate("document.querySelector('main').scrollWidth")
+    assert width <= page.evaluate("document.querySelector('main').clientWidth")
