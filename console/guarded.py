@@ -1,5 +1,6 @@
-"""``python -m console.guarded [--memory BYTES] TITLE COMMAND ARGS...``: a program that dies with its
-parent and has a bound on its memory.
+"""``python -m console.guarded [--memory BYTES] TITLE COMMAND ARGS...``: bounded in life and memory.
+
+The program dies with its parent.
 
 The parent-death signal and the limit survive ``exec``, so the program need not know of them.
 """

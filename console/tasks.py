@@ -1,4 +1,4 @@
-"""Celery tasks: two lines around a service each. Beat's schedule is rows (migrations 0003, 0005)."""
+"""Celery tasks: two lines around a service each. Beat's schedule is rows (0003, 0005)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 from celery import Task, shared_task
 
+from console.auth import SYSTEM
 from console.link import process_link
-from console.services import conversations, discovery, file_jobs, reconcile, schedules
+from console.services import control, conversations, discovery, file_jobs, reconcile, schedules
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def reconcile_jobs() -> int:
 
 
 @shared_task(name="console.act", bind=True)
-def act(self: Task[Any, Any], **fields: Any) -> None:
+def act(self: Task[Any, Any], /, **fields: Any) -> None:
     """A scheduled control action; its fields are those of ``schedules.Schedule``."""
     process_link().run(schedules.act(fields, message_id=self.request.id or ""))
 
@@ -40,3 +41,8 @@ def act(self: Task[Any, Any], **fields: Any) -> None:
 @shared_task(name="console.find_checkpoints")
 def find_checkpoints() -> int:
     return process_link().run(discovery.register_new())
+
+
+@shared_task(name="console.tidy_disk")
+def tidy_disk() -> None:
+    process_link().run(control.start(SYSTEM, "tidy_disk", {}, via="beat", reason="the disk quota"))

@@ -270,14 +270,6 @@ class GenerateBody(Struct, kw_only=True):
             raise BadField("give exactly one of text and input_ids", param="text")
 
 
-class AbortBody(Struct, kw_only=True):
-    rid: str | list[str] = ""
-    abort_all: bool = False
-    prefix: bool = False
-    reason: Annotated[str, Meta(max_length=500)] = ""
-    abort_message: str | None = None
-
-
 class TokenizeBody(Struct, kw_only=True):
     prompt: str
     model: str = "default"

@@ -10,6 +10,7 @@ import datetime
 from typing import Any
 
 from django.db import models
+from django.db.models.functions import Coalesce
 from django.utils import timezone
 
 LEASE_S = 15.0
@@ -46,7 +47,7 @@ class JobQuerySet(models.QuerySet["Job"]):
                 owner=owner,
                 lease_until=now + datetime.timedelta(seconds=LEASE_S),
                 attempt=models.F("attempt") + 1,
-                started_at=models.functions.Coalesce("started_at", models.Value(now)),
+                started_at=Coalesce("started_at", models.Value(now)),
             )
         )
 

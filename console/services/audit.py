@@ -90,7 +90,7 @@ class Verdict:
 
 
 def verify() -> Verdict:
-    """Walks the whole chain: content against hash, hash against the next entry, end against head."""
+    """Walks the chain: content against hash, hash against the next entry, its end against head."""
     previous, count = FIRST, 0
     for entry in AuditEntry.objects.order_by("id").iterator(chunk_size=1000):
         count += 1
@@ -134,6 +134,11 @@ def as_json(entry: AuditEntry) -> dict[str, Any]:
         "previous": entry.previous,
         "hash": entry.hash,
     }
+
+
+def as_list(entries: AuditQuerySet) -> list[dict[str, Any]]:
+    """Oldest first, with everything that the hashes cover."""
+    return [as_json(entry) for entry in entries.order_by("id").iterator(chunk_size=1000)]
 
 
 def as_csv(entries: AuditQuerySet) -> str:

@@ -35,8 +35,8 @@ def signature_of(path: Path) -> tuple[str, int]:
 def register(action: RegisterCheckpoint, *, actor: str) -> Checkpoint:
     """What a trainer says of a path; its files are checked by the job that registers it."""
     signature, size = signature_of(Path(action.path))
-    said = {name: value for name in ("token_step", "run", "note") if (value := getattr(action, name))
-            not in (None, "")}  # fmt: skip
+    told = {"token_step": action.token_step, "run": action.run, "note": action.note}
+    said = {name: value for name, value in told.items() if value not in (None, "")}
     checkpoint, _ = Checkpoint.objects.update_or_create(
         path=action.path,
         defaults={"signature": signature, "bytes": size, "state": Checkpoint.State.FOUND, **said},

@@ -17,10 +17,10 @@ from django.conf import settings
 from django.db import transaction
 from django.utils import timezone
 
+from console.database import DatabaseAway, in_database
 from console.models import Engine, Job, Serving, WeightUpdate
 from console.models.engines import SILENT_S
 from console.services import audit
-from console.services.database import DatabaseAway, in_database
 from engine.client import EngineClient
 from engine.errors import DeadlineExceeded, EngineUnreachable
 from engine.messages import EngineView, FleetSnapshot, GetEpochReqInput, Notice

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from console.auth import Forbidden, Principal
+from console.database import DatabaseAway, in_database, within
 from console.models import Job
-from console.services import audit, catalogue, checkpoints, jobs, sending
+from console.services import audit, catalogue, checkpoints, job_view, jobs, sending
 from console.services.actions import Action
-from console.services.database import DatabaseAway, in_database, within
 from console.services.file_actions import FileAction
 from console.services.load import Load
 from console.services.sending import EMERGENCY_S
@@ -62,7 +62,7 @@ def preview(principal: Principal, name: str, given: Mapping[str, Any], *, base_u
     return Preview(
         will=action.will(),
         impact=action.impact(load),
-        curl=jobs.curl(action.name, action.args, base_url),
+        curl=job_view.curl(action.name, action.args, base_url),
         refusal=refusal,
     )
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from console.auth import SYSTEM
+from console.database import in_database
 from console.services import checkpoints, control
-from console.services.database import in_database
 from console.services.file_actions import RegisterCheckpoint
 
 

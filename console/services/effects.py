@@ -5,7 +5,7 @@ Everything is decided by the row alone, since a job may end in another process t
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from console.models import Job, WeightUpdate
 from console.services import catalogue, checkpoints
@@ -44,7 +44,7 @@ def _failed_update(job: Job) -> bool:
 def _note_update(job: Job) -> None:
     """The lineage row of an update: what, from where, by whom, before and after."""
     action = catalogue.find(job.kind).read(job.args)
-    update = cast(Update, action) if isinstance(action, Update) else None
+    update = action if isinstance(action, Update) else None
     result = job.result
     fields: dict[str, Any] = {
         "state": job.state,

@@ -13,9 +13,9 @@ import logging
 from django.utils import timezone
 
 from console import events
+from console.database import DatabaseAway, in_database
 from console.models import Job
 from console.services import catalogue, jobs, journal, sending
-from console.services.database import DatabaseAway, in_database
 from console.services.file_actions import FileAction
 
 log = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from django.contrib.auth.models import User
 from django.utils import timezone
 
 from console.auth import Principal, principal_of_user
+from console.database import in_database
 from console.fields import read_fields
 from console.models import Job
 from console.services import control
-from console.services.database import in_database
 from engine.errors import NotFound
 
 log = logging.getLogger(__name__)

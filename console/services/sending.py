@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 from django.utils import timezone
 
+from console.database import PATIENCE_S, DatabaseAway, in_database, within
 from console.models import Job
 from console.models.jobs import RENEW_S
 from console.services import jobs, journal
 from console.services.actions import Action
-from console.services.database import PATIENCE_S, DatabaseAway, in_database, within
 from console.services.load import Load
 from console.worker import this_worker
 from engine.client import EngineClient
