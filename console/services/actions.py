@@ -18,7 +18,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
-class Action(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of one control action.
 
     ``emergency``: it is done even while the database is away, and written down later. ``route`` is
@@ -45,8 +45,11 @@ class Action(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def args(self) -> dict[str, Any]:
         """The fields that do not hold their default, as the job's row keeps them for ``read``."""
-        args: dict[str, Any] = msgspec.to_builtins(self)
-        return args
+        return {
+            field.name: msgspec.to_builtins(getattr(self, field.name))
+            for field in msgspec.structs.fields(self)
+            if getattr(self, field.name) != field.default
+        }
 
     @property
     def title(self) -> str:
