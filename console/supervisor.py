@@ -39,6 +39,7 @@ FAILED_WITHIN_S = 60.0
 STABLE_S = 30.0  # a child that lived so long starts again after 1 s, whatever came before
 TICK_S = 0.2
 READY_EVERY_S = 0.5
+LATER_S = 30.0  # then also what nobody waits for starts, ready or not
 CONFIG_ERROR = 2  # exit code of the engine: trying again cannot help
 
 
@@ -48,12 +49,16 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """How to start one child. ``client``: it holds an engine lease, its death is reported."""
+    """How to start one child. ``client``: it holds an engine lease, its death is reported.
+
+    ``later``: nobody waits for it, so it leaves the cores to those that make the tree ready.
+    """
 
     name: str
     command: list[str]
     fds: tuple[int, ...] = ()
     client: bool = False
+    later: bool = False
     stop_s: float = 5.0  # from SIGTERM to SIGKILL
 
 
@@ -161,6 +166,9 @@ class Supervisor:
         self._groups = [
             [Child(spec) for spec in group] for group in (own_valkey, [engine()], clients)
         ]
+        for child in self._children():
+            if child.spec.later:
+                child.start_at = time.monotonic() + LATER_S
 
     def main_loop(self) -> None:
         while self._signals.stop is None:
@@ -210,6 +218,9 @@ class Supervisor:
         if all(answers_ready(path) for path in self._workers):
             announce, self._announce = self._announce, None
             announce(self.url)
+            for child in self._children():
+                if child.process is None and child.spec.later:
+                    child.start_at = now
 
     @property
     def url(self) -> str:
@@ -259,12 +270,13 @@ def celery_worker() -> Spec:
         name="celery worker",
         command=celery("worker", "--concurrency", "2", "--without-gossip", "--without-mingle"),
         client=True,
+        later=True,
         stop_s=10.0,
     )
 
 
 def celery_beat() -> Spec:
-    return Spec(name="celery beat", command=celery("beat", "--pidfile", ""))
+    return Spec(name="celery beat", command=celery("beat", "--pidfile", ""), later=True)
 
 
 def celery(verb: str, *arguments: str) -> list[str]:

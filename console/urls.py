@@ -7,7 +7,7 @@ from typing import Any, cast
 from django.contrib import admin
 from django.urls import path, re_path
 
-from console.api import console, control, loads, native, openai, unsupported
+from console.api import console, control, loads, metrics, native, openai, unsupported
 from console.api import jobs as jobs_api
 from console.api import weights as weights_api
 from console.consumers.chat import ChatConsumer
@@ -54,6 +54,7 @@ openai_api = [
 
 native_api = [
     path("health", native.health),
+    path("metrics", metrics.metrics),
     path("ready", native.ready),
     path("health_generate", native.health_generate),
     path("generate", native.generate),

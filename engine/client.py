@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 RESERVE_TIMEOUT_S = 5.0
 SILENCE_S = 5.0  # no heartbeat for so long: local requests end with engine_unreachable
 JOIN_RETRY_S = 0.25
+ANSWER_GRACE_S = 2.0  # the router answers at the deadline; a reply needs a moment to get here
 STREAM_BYTES = 2**20  # undelivered rows of one request; beyond it the request fails
 LONG_TEXT = 20_000  # characters; longer texts are tokenized on a thread
 
@@ -610,13 +611,25 @@ class EngineClient:
         self._calls[call.id] = future
         try:
             self._sender().control(kind, call=call, **fields)
-            return await asyncio.wait_for(future, deadline_s)
+            return await asyncio.wait_for(future, deadline_s + ANSWER_GRACE_S)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{kind.__name__} had no answer within {deadline_s:g} s"
             ) from None
         finally:
             self._calls.pop(call.id, None)
+
+    async def labels(self, epochs: Collection[int]) -> dict[int, m.EpochLabel]:
+        """What these epochs are called; one call to the router for those that are not in the
+        newest snapshot. An epoch that nobody knows any more is left out."""
+        recent = self.snapshot.epochs if self.snapshot else {}
+        found = {epoch: recent[epoch] for epoch in epochs if epoch in recent}
+        missing = sorted(set(epochs) - found.keys())
+        if missing:
+            reply = await self.call(m.GetEpochReqInput, deadline_s=5.0, epochs=missing)
+            for record in reply.result.get("epochs", ()):
+                found[record["epoch"]] = msgspec.convert(record, m.EpochLabel)
+        return found
 
     async def fleet(self) -> m.FleetSnapshot:
         """A true read of engine, workers and ranks."""

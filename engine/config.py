@@ -22,6 +22,7 @@ NOT_FROM_ENV = frozenset(
         "limits",
         "epoch",
         "weight_paths",
+        "weight_checksum",
         "run_dir",
         "generation",
     )
@@ -76,9 +77,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     collective_timeout_s: float = 600.0
     pause_lease_s: float = 1800.0
+    session_idle_s: float = 60.0  # a weight session that nobody touches is dropped after this
     scripted_step_s: float = 0.0  # scripted backend: seconds per step
     epoch: int = 1  # of the weights to start with; set by the launcher, like all below
     weight_paths: tuple[str, ...] = ()  # where they are, later files win; (): ``model_path``
+    weight_checksum: str = ""  # what they must read as; "": not known
     run_dir: str = ""
     generation: int = 0  # grows with each engine start
 
@@ -122,6 +125,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def home_from_env(env: Mapping[str, str]) -> Path:
     return Path(env.get(PREFIX + "HOME") or CHECKOUT / "var").resolve()
+
+
+def bench_peers_from_env(env: Mapping[str, str]) -> Path:
+    """Where the environments of the benchmark's peers are."""
+    given = env.get(PREFIX + "BENCH_PEERS")
+    return Path(given).resolve() if given else home_from_env(env) / "bench" / "peers"
 
 
 def from_env(env: Mapping[str, str]) -> EngineConfig:

@@ -196,7 +196,10 @@ class Launcher:
         ledger = load_ledger(self._config)
         epoch = ledger.epoch_of(child.index)
         return msgspec.structs.replace(
-            self._config, epoch=epoch, weight_paths=ledger.epochs[epoch].paths
+            self._config,
+            epoch=epoch,
+            weight_paths=ledger.epochs[epoch].paths,
+            weight_checksum=ledger.checksum_of(epoch),
         )
 
     def _start_due(self) -> None:
@@ -413,10 +416,13 @@ def report_client_death(home: Path, pid: int) -> None:
         socket.close()
 
 
-async def wait_until_serving(client: EngineClient, timeout_s: float) -> None:
-    """Returns when every rank takes requests; raises TimeoutError."""
+async def wait_until_serving(
+    client: EngineClient, timeout_s: float, state: str = "running"
+) -> None:
+    """Returns when the engine is in ``state`` (running: every rank takes requests); raises
+    TimeoutError."""
     async with asyncio.timeout(timeout_s):
-        while client.snapshot is None or client.snapshot.engine.state != "running":
+        while client.snapshot is None or client.snapshot.engine.state != state:
             await asyncio.sleep(0.05)
 
 

@@ -132,6 +132,7 @@ class WeightSource(Value, frozen=True):
     shapes: tuple[tuple[int, ...], ...] = ()
     group_name: str = ""
     spool_path: str = ""  # where the coordinator rank writes what it received
+    spool_by: int = 0  # the dp group whose tp rank 0 is the coordinator
 
 
 class RankOp(Value, frozen=True, tag=True):
@@ -162,6 +163,12 @@ class PrepareWeights(RankOp, frozen=True):
     complete: bool = False  # True: refuse a source that lacks a parameter
 
 
+class SealWeights(RankOp, frozen=True):
+    """No more buckets: check the staged weights as a whole. Answer: as for ``PrepareWeights``."""
+
+    staging_id: str
+
+
 class CommitWeights(RankOp, frozen=True):
     """Copy the staging into the live storages at the next step border."""
 
@@ -182,6 +189,7 @@ class JoinGroup(RankOp, frozen=True):
     world_size: int
     group_name: str
     backend: str
+    timeout_s: float = 60.0
 
 
 class LeaveGroup(RankOp, frozen=True):
@@ -198,7 +206,10 @@ class ReleaseMemory(RankOp, frozen=True):
 
 
 class ResumeMemory(RankOp, frozen=True):
+    """``paths``: where the weights of the present epoch are; memory comes back without content."""
+
     tags: tuple[str, ...]
+    paths: tuple[str, ...] = ()
 
 
 class SlowDown(RankOp, frozen=True):
@@ -219,6 +230,7 @@ RankOps = (
     | FlushRank
     | ListRequests
     | PrepareWeights
+    | SealWeights
     | CommitWeights
     | DropWeights
     | JoinGroup
@@ -424,9 +436,13 @@ class GetRequestsReqInput(ControlReq):
 
 
 class GetEpochReqInput(ControlReq):
-    """What an epoch means (None: all known ones): ``result["epochs"]``."""
+    """What an epoch means, or each of ``epochs`` that is known (neither: all known ones).
+
+    ``result["epochs"]`` are records, ``result["relabels"]`` rows (at, epoch, version).
+    """
 
     epoch: int | None = None
+    epochs: list[int] | None = None
 
 
 class GetOutcomeReqInput(ControlReq):
@@ -471,8 +487,8 @@ class WeightUpdate(ControlReq):
     drain_timeout_s: float = 60.0
     target: list[int] | None = None  # dp groups; None: all (fewer is a canary)
     abort_all_requests: bool = False
-    flush_cache: bool = True
-    keep_pause: bool = False
+    flush_cache: bool | None = None  # not said: flush; while paused only True commits at once
+    keep_pause: bool = False  # stay paused after the commit
     torch_empty_cache: bool = False
     dry_run: bool = False
     session_id: str | None = None
@@ -490,11 +506,13 @@ class EndWeightUpdateReqInput(WeightUpdate):
 
 
 class UpdateWeightFromDiskReqInput(WeightUpdate, kw_only=True):
-    """A safetensors file or directory under a configured root."""
+    """A safetensors file or directory under a configured root, or the weights of an epoch."""
 
-    model_path: str
+    model_path: str = ""
+    from_epoch: int | None = None  # roll back: this epoch's weights become a new epoch
     load_format: str = "auto"
-    is_async: bool = False
+    is_async: bool = False  # answer at once; the outcome is known under the call's key or id
+    spool: bool = False  # keep a copy, for a source that will be deleted
 
 
 class UpdateWeightsFromTensorReqInput(WeightUpdate, kw_only=True):

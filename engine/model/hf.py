@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.sampler import draw_rows
+from engine.model.weights import ModuleWeights
 
 ATTENTION = "quarterdeck_paged"
 _STEP = "quarterdeck_step"  # attribute of every attention module: the backend's _Step
@@ -50,13 +50,12 @@ class HfBackend:
         self,
         directory: ModelDirectory,
         *,
-        paths: tuple[Path, ...],
         dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
     ) -> None:
-        self.model = _load(directory, dtype)
-        _overlay(self.model, [path for path in paths if path != directory.path])
+        self.model, unused = _load(directory, dtype)
+        self.weights = ModuleWeights(self.model, ignored=unused)
         self._step = _Step(layers={})
         for module in self.model.modules():
             if hasattr(module, "layer_idx"):
@@ -90,6 +89,13 @@ class HfBackend:
         )
         return output.logits[0], output.hidden_states[-1][0] if want_hidden else None
 
+    def memory(self, tag: str) -> list[torch.Tensor]:
+        if tag == "weights":
+            return list(self.weights.live.values())
+        cache = self._step.cache
+        assert cache is not None
+        return [*cache.keys, *cache.values]
+
     def _probe(self, directory: ModelDirectory) -> None:
         """One token through the model, to learn the shapes of its cache and refuse what cannot be.
 
@@ -105,7 +111,8 @@ class HfBackend:
             )
 
 
-def _load(directory: ModelDirectory, dtype: torch.dtype) -> Any:
+def _load(directory: ModelDirectory, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """The model, and names in its checkpoint that it has no use for."""
     if directory.text.get("attention_chunk_size"):
         raise ConfigError(f"{directory.architecture}: chunked attention is not supported")
     _ = Checkpoint(directory.path)  # a clear sentence for a missing file
@@ -125,18 +132,9 @@ def _load(directory: ModelDirectory, dtype: torch.dtype) -> Any:
     if report["missing_keys"]:
         names = ", ".join(sorted(report["missing_keys"])[:5])
         raise ConfigError(f"{directory.path} lacks {len(report['missing_keys'])} tensors: {names}")
-    return model.eval()
-
-
-def _overlay(model: Any, paths: list[Path]) -> None:
-    """Puts the weights of later epochs over those of the model's own directory."""
-    checkpoint = Checkpoint(*paths)
-    parameters: dict[str, torch.Tensor] = model.state_dict()
-    unknown = sorted(checkpoint.names - parameters.keys())
-    if unknown:
-        raise ConfigError(f"{paths[-1]} has tensors that this model lacks: {unknown[:5]}")
-    for name in checkpoint.names:
-        parameters[name].copy_(checkpoint.read(name))
+    for parameter in model.parameters():  # else pages of the file, which a trainer may rewrite
+        parameter.data = parameter.data.clone()
+    return model.eval(), sorted(report["unexpected_keys"])
 
 
 def _attend(

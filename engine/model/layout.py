@@ -160,6 +160,16 @@ def _by_columns(name: str, rows: int, columns: int, shard: Shard) -> Source:
     return Source(name, (rows, columns), columns=(shard.rank * share, (shard.rank + 1) * share))
 
 
+def shape_of(sources: tuple[Source, ...]) -> tuple[int, int]:
+    """[rows, columns] of a matrix of the layout on this rank."""
+    rows = sum(_extent(source.rows, source.shape[0]) for source in sources)
+    return rows, _extent(sources[0].columns, sources[0].shape[1])
+
+
+def _extent(span: tuple[int, int] | None, whole: int) -> int:
+    return whole if span is None else span[1] - span[0]
+
+
 def assemble(sources: tuple[Source, ...], read: Read) -> torch.Tensor:
     """The tensor of a layout entry, in the dtype of the checkpoint."""
     parts = [source.take(read) for source in sources]

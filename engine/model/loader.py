@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,11 +116,6 @@ class Checkpoint:
         with safe_open(self._file_of[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
-
-
-def weight_paths(config: EngineConfig) -> tuple[Path, ...]:
-    """Where the weights of the configured epoch are."""
-    return tuple(map(Path, config.weight_paths)) or (Path(config.model_path),)
 
 
 def _file_of_tensors(path: Path) -> dict[str, Path]:

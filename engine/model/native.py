@@ -7,20 +7,22 @@ cache without gathering it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.model import quant
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Layout, Shard, assemble, layout
-from engine.model.loader import Checkpoint, ModelDirectory, weight_paths
+from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
 from engine.model.native_ops import CpuDecoder
+from engine.model.packed_weights import PackedWeights
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
 from engine.scheduler.ranks import Group
@@ -32,6 +34,7 @@ class Decoder(Protocol):
 
     weight_form: str
     parameter_bytes: int
+    weights: PackedWeights
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The residual stream behind the last layer, [tokens, hidden]."""
@@ -64,11 +67,26 @@ class NativeBackend:
     ) -> None:
         self._spec = spec
         self._group = group
-        self._decoder = _make_decoder(config, directory, spec, dtype, group)
+        shard = Shard.of(spec, *((group.rank, group.size) if group else (0, 1)))
+        self._cache = KVCache(
+            [LayerShape(shard.kv_heads, spec.head_dim, spec.head_dim) for _ in spec.layers],
+            num_blocks=config.limits.kv_tokens // config.limits.block_tokens,
+            block_size=config.limits.block_tokens,
+            dtype=dtype,
+            device=torch.device(config.device),
+        )
+        self._decoder = _make_decoder(config, directory, spec, shard, self._cache, dtype, group)
         self.name = "native" if isinstance(self._decoder, CpuDecoder) else "eager"
         self.draw = self._decoder.draw
         self.weight_form = self._decoder.weight_form
         self.parameter_bytes = self._decoder.parameter_bytes
+        self.weights = self._decoder.weights
+        self.weights.show(Checkpoint(directory.path).read)
+
+    def memory(self, tag: str) -> list[torch.Tensor]:
+        if tag == "kv_cache":
+            return [*self._cache.keys, *self._cache.values]
+        return [tensor for tensors in self._decoder.weights.live.values() for tensor in tensors]
 
     def forward(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
@@ -85,22 +103,16 @@ def _make_decoder(
     config: EngineConfig,
     directory: ModelDirectory,
     spec: DecoderSpec,
+    shard: Shard,
+    cache: KVCache,
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
-    shard = Shard.of(spec, *((group.rank, group.size) if group else (0, 1)))
-    cache = KVCache(
-        [LayerShape(shard.kv_heads, spec.head_dim, spec.head_dim) for _ in spec.layers],
-        num_blocks=config.limits.kv_tokens // config.limits.block_tokens,
-        block_size=config.limits.block_tokens,
-        dtype=dtype,
-        device=torch.device(config.device),
-    )
     reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
     tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
-    parts, checkpoint = layout(spec, shard), Checkpoint(*weight_paths(config))
+    parts, checkpoint = layout(spec, shard), Checkpoint(directory.path)
     if library is not None:
         return CpuDecoder(
             library,
@@ -114,32 +126,46 @@ def _make_decoder(
             config=config,
             dtype=dtype,
         )
-    if config.weights != "plain":
-        raise ConfigError(f"weights {config.weights} needs the C++ operators: set it to plain")
+    device = torch.device(config.device)
+
+    def store(name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A copy: pages of the checkpoint would change when a trainer rewrites it."""
+        copied = weight.to(device, dtype, copy=True)
+        return _quantised(name, copied) if config.weights == "int4" else copied
+
     return EagerDecoder(
         spec,
         shard,
-        _read_weights(parts, checkpoint, dtype, torch.device(config.device)),
-        tables=[table.to(config.device) for table in tables],
+        parts,
+        _read_weights(parts, checkpoint, store),
+        store=store,
+        tables=[table.to(device) for table in tables],
         cache=cache,
         group=group,
-        deterministic=config.deterministic,
+        config=config,
     )
 
 
 def _read_weights(
-    parts: Layout, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    parts: Layout, checkpoint: Checkpoint, store: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     weights = {
-        name: assemble(sources, checkpoint.read).to(device=device, dtype=dtype).contiguous()
-        for name, sources in parts.items()
+        name: store(name, assemble(sources, checkpoint.read)) for name, sources in parts.items()
     }
     if (
         parts["head"][0].name == parts["embedding"][0].name
         and weights["head"].shape == weights["embedding"].shape
+        and torch.equal(weights["head"], weights["embedding"])
     ):
         weights["head"] = weights["embedding"]  # tied: one storage
     return weights
+
+
+def _quantised(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The values of a matrix's quantised form; see ``CpuDecoder`` for the head."""
+    if name == "head":
+        return quant.int8(weight)
+    return quant.int4(weight) if weight.dim() == 2 and name != "embedding" else weight
 
 
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:

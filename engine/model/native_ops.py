@@ -8,7 +8,6 @@ same storages.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import POINTER, byref, c_double, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from engine.config import EngineConfig
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
-from engine.model.layout import Layout, Read, Shard, assemble
+from engine.model.layout import Layout, Read, Shard, assemble, shape_of
+from engine.model.packed_weights import PackedWeights
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec
 from engine.scheduler.ranks import Group
@@ -32,6 +32,14 @@ _MATRICES = {
     "gate_up": ("gate", "up"),
     "down": ("down",),
 }
+_NORMS = (
+    "input_norm",
+    "mlp_norm",
+    "after_attention_norm",
+    "after_mlp_norm",
+    "query_norm",
+    "key_norm",
+)
 _KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
 
@@ -144,15 +152,13 @@ class Library:
 
 
 class Packer:
-    """Packs matrices into a few large areas on huge pages, and keeps what C++ points to."""
+    """Packs matrices into a few large areas on huge pages."""
 
     def __init__(self, library: Library, threads: int) -> None:
         self._library = library
         self._threads = threads
-        self._kept: list[torch.Tensor] = []
         self._area = torch.empty(0, dtype=torch.uint8)
         self._used = 0
-        self.parameter_bytes = 0
 
     def _zeros(self, size: int) -> torch.Tensor:
         """``size`` bytes of zeros, aligned to a cache line."""
@@ -164,21 +170,14 @@ class Packer:
         self._used += -(-size // CACHE_LINE) * CACHE_LINE
         return taken
 
-    def keep(self, tensor: torch.Tensor | None) -> int | None:
-        """The address of a tensor that stays alive with this packer; None for none."""
-        if tensor is None:
-            return None
-        self._kept.append(tensor.contiguous())
-        self.parameter_bytes += tensor.numel() * tensor.element_size()
-        return self._kept[-1].data_ptr()
-
     def matrix(
         self,
         kind: int,
         weights: list[torch.Tensor],
         biases: list[torch.Tensor | None],
-    ) -> _Matrix:
-        """One matrix [rows, columns], or several of one shape whose panels alternate."""
+    ) -> list[torch.Tensor]:
+        """One matrix [rows, columns], or several of one shape whose panels alternate: the packed
+        bytes, and the bias if there is one."""
         rows, columns = weights[0].shape
         count, panels = len(weights), -(-rows // PANEL)
         packed = self._zeros(self._library.panel_bytes(kind, columns) * panels * count)
@@ -187,15 +186,14 @@ class Packer:
             self._library.call(
                 "qd_pack", self._threads, kind, wide, rows, columns, first, count, packed
             )
-        bias = None
-        if biases[0] is not None:
-            bias = torch.zeros(panels, count, PANEL)
-            for first, one in enumerate(biases):
-                assert one is not None
-                padded = torch.zeros(panels * PANEL).index_copy_(0, torch.arange(rows), one.float())
-                bias[:, first] = padded.view(panels, PANEL)
-        whole = rows if count == 1 else panels * PANEL * count
-        return _Matrix(self.keep(packed), self.keep(bias), kind, whole, columns, 0)
+        if biases[0] is None:
+            return [packed]
+        bias = torch.zeros(panels, count, PANEL)
+        for first, one in enumerate(biases):
+            assert one is not None
+            padded = torch.zeros(panels * PANEL).index_copy_(0, torch.arange(rows), one.float())
+            bias[:, first] = padded.view(panels, PANEL)
+        return [packed, bias]
 
 
 class CpuDecoder:
@@ -223,11 +221,20 @@ class CpuDecoder:
         self._cache = cache  # its storages are written by C++
         self._dtype = dtype
         self.weight_form: str = config.weights
-        layers = self._layers(parts, read, tables)
-        model = self._model(parts, read, layers)
+        self._parts = parts
+        self._live = {key: self._pack(self._packer, key, read) for key in self._entries()}
+        layers = self._layers(tables)
+        model = self._model(layers)
         self._handle = c_void_p()
         self._library.call("qd_create", byref(model), config.rank_threads, byref(self._handle))
-        self.parameter_bytes = self._packer.parameter_bytes
+        live = [tensor for tensors in self._live.values() for tensor in tensors]
+        self.parameter_bytes = sum(tensor.nbytes for tensor in live)
+        self.weights = PackedWeights(
+            parts,
+            {key: self._names(key) for key in self._live},
+            self._live,
+            pack=lambda key, read: self._pack(Packer(self._library, 1), key, read),
+        )
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         x = torch.empty(batch.tokens, self._spec.hidden)
@@ -277,55 +284,84 @@ class CpuDecoder:
             return _KINDS[self._dtype]
         return INT8 if head else INT4
 
-    def _layers(
-        self, parts: Layout, read: Read, tables: list[torch.Tensor]
-    ) -> ctypes.Array[_Layer]:
+    def _entries(self) -> list[str]:
+        """What is packed as one: matrices by their name in C++, norms, the embedding."""
+        keys = ["final_norm", "head"]
+        if not (self._spec.tied and self._group is None and self.weight_form == "plain"):
+            keys.append("embedding")
+        for index in range(len(self._spec.layers)):
+            keys += [f"layers.{index}.{name}" for name in _MATRICES]
+            keys += [key for name in _NORMS if (key := f"layers.{index}.{name}") in self._parts]
+        return keys
+
+    def _names(self, key: str) -> tuple[str, ...]:
+        """The layout entries that one packed entry is made of."""
+        prefix, _, name = key.rpartition(".")
+        if name not in _MATRICES:
+            return (key,)
+        weights = [f"{prefix}.{part}" for part in _MATRICES[name]]
+        biases = [f"{weight}_bias" for weight in weights]
+        return tuple(weights + [bias for bias in biases if bias in self._parts])
+
+    def _pack(self, packer: Packer, key: str, read: Read) -> list[torch.Tensor]:
+        """An entry as C++ reads it. C++ multiplies by norms as they are, so the offset is added
+        here."""
+
+        def take(name: str) -> torch.Tensor:
+            return assemble(self._parts[name], read)
+
+        if key.endswith("norm"):
+            return [take(key).float() + self._spec.norm_offset]
+        if key == "embedding":
+            return [take(key).to(self._dtype, copy=True)]
+        if key == "head":
+            head = take(key)
+            rows_missing = self._shard.vocabulary - len(head)
+            padded = torch.nn.functional.pad(head, (0, 0, 0, rows_missing))
+            return packer.matrix(self._kind(head=True), [padded], [None])
+        prefix, _, name = key.rpartition(".")
+        weights = [f"{prefix}.{part}" for part in _MATRICES[name]]
+        biases = [take(bias) if (bias := f"{w}_bias") in self._parts else None for w in weights]
+        return packer.matrix(self._kind(), [take(weight) for weight in weights], biases)
+
+    def _matrix(self, key: str) -> _Matrix:
+        prefix, _, name = key.rpartition(".")
+        parts = [f"{prefix}.{part}" for part in _MATRICES[name]] if name in _MATRICES else [key]
+        rows, columns = shape_of(self._parts[parts[0]])
+        if key == "head":
+            rows = self._shard.vocabulary
+        if len(parts) > 1:
+            rows = -(-rows // PANEL) * PANEL * len(parts)
+        data, *bias = self._live[key]
+        kind = self._kind(head=key == "head")
+        return _Matrix(
+            data.data_ptr(), bias[0].data_ptr() if bias else None, kind, rows, columns, 0
+        )
+
+    def _address(self, key: str) -> int | None:
+        return self._live[key][0].data_ptr() if key in self._live else None
+
+    def _layers(self, tables: list[torch.Tensor]) -> ctypes.Array[_Layer]:
         layers = (_Layer * len(self._spec.layers))()
-        addresses = [self._packer.keep(table) for table in tables]
+        self._tables = [table.contiguous() for table in tables]
         for index, (layer, kind) in enumerate(zip(layers, self._spec.layers, strict=True)):
-
-            def take(name: str, prefix: str = f"layers.{index}.") -> torch.Tensor | None:
-                sources = parts.get(prefix + name)
-                return None if sources is None else assemble(sources, read)
-
-            self._fill_matrices(layer, take)
-            for name in (
-                "input_norm",
-                "mlp_norm",
-                "after_attention_norm",
-                "after_mlp_norm",
-                "query_norm",
-                "key_norm",
-            ):
-                setattr(layer, name, self._norm(take(name)))
-            layer.cos_sin = addresses[kind.rotary]
+            for name in _MATRICES:
+                setattr(layer, name, self._matrix(f"layers.{index}.{name}"))
+            for name in _NORMS:
+                setattr(layer, name, self._address(f"layers.{index}.{name}"))
+            layer.cos_sin = self._tables[kind.rotary].data_ptr()
             layer.keys = self._cache.keys[index].data_ptr()
             layer.values = self._cache.values[index].data_ptr()
             layer.window = kind.window
         return layers
 
-    def _fill_matrices(self, layer: _Layer, take: Callable[[str], torch.Tensor | None]) -> None:
-        for name, parts in _MATRICES.items():
-            weights = [take(part) for part in parts]
-            biases = [take(f"{part}_bias") for part in parts]
-            present = [weight for weight in weights if weight is not None]
-            setattr(layer, name, self._packer.matrix(self._kind(), present, biases))
-
-    def _norm(self, weight: torch.Tensor | None) -> int | None:
-        """C++ multiplies by the weight as it is, so the offset is added here."""
-        if weight is None:
-            return None
-        return self._packer.keep(weight.float() + self._spec.norm_offset)
-
-    def _model(self, parts: Layout, read: Read, layers: ctypes.Array[_Layer]) -> _Model:
+    def _model(self, layers: ctypes.Array[_Layer]) -> _Model:
         spec = self._spec
-        head = assemble(parts["head"], read)
-        rows_missing = self._shard.vocabulary - len(head)
-        head = torch.nn.functional.pad(head, (0, 0, 0, rows_missing))
-        model = _Model(
+        return _Model(
             layers=layers,
-            head=self._packer.matrix(self._kind(head=True), [head], [None]),
-            final_norm=self._norm(assemble(parts["final_norm"], read)),
+            head=self._matrix("head"),
+            embedding=self._address("embedding"),
+            final_norm=self._address("final_norm"),
             layer_count=len(layers),
             hidden=spec.hidden,
             heads=self._shard.heads,
@@ -341,10 +377,6 @@ class CpuDecoder:
             logit_cap=spec.logit_cap,
             embedding_scale=self._embedding_scale(),
         )
-        if not (spec.tied and self._group is None and self.weight_form == "plain"):
-            embedding = assemble(parts["embedding"], read).to(self._dtype)
-            model.embedding = self._packer.keep(embedding)
-        return model
 
     def _embedding_scale(self) -> float:
         """transformers rounds Gemma's factor to the dtype of the weights."""

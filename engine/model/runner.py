@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.model.loader import ModelDirectory, open_directory
+from engine.model.weights import WeightHolder
 from engine.scheduler.plan import ModelInfo, StepPlan, StepResult
 
 if TYPE_CHECKING:
@@ -25,8 +26,21 @@ class ModelRunner(Protocol):
     info: ModelInfo
     epoch: int
 
+    @property
+    def weights(self) -> WeightHolder:
+        """The live weights by their Hugging Face names."""
+        ...
+
     def forward(self, step: StepPlan) -> StepResult:
-        """Applies ends, begins and commands, then computes the rows; rows answer in plan order."""
+        """Applies ends and begins, then computes the rows; rows answer in plan order."""
+        ...
+
+    def release(self, tag: str) -> None:
+        """Gives the memory of ``weights`` or ``kv_cache`` back to the system, with its content."""
+        ...
+
+    def restore(self, tag: str) -> None:
+        """Takes released memory again; its content is zeros."""
         ...
 
     def close(self) -> None:

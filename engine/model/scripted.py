@@ -4,9 +4,9 @@ Path: runner.make_runner -> here, when ``backend`` is ``scripted``. It is for tr
 failure tests: the processes are real, only the arithmetic is missing. A model directory with
 config.json and tokenizer.json is enough.
 
-Every token is a function of the prompt and the output position, so a retracted or repeated request
-makes the same text again. Without a directive an answer is words without end. Directives stand
-anywhere in the prompt's text; of several of one kind the last counts:
+Every token is a function of the prompt, the output position and the weights (scripted_weights.py),
+so a retracted or repeated request makes the same text again. Without a directive an answer is words
+without end. Directives stand anywhere in the prompt's text; of several of one kind the last counts:
 
 ``[[say TEXT]]``  the tokens of TEXT, then the end token
 ``[[echo]]``      the prompt's own tokens, then the end token
@@ -30,8 +30,10 @@ from engine.messages import InputLogprobs, TopLogprobs
 from engine.model.loader import ModelDirectory
 from engine.model.noise import mix
 from engine.model.runner import model_info
+from engine.model.scripted_weights import ScriptedWeights
 from engine.model.slots import Slot, SlotTable
 from engine.scheduler.plan import PlanRow, SampledRow, SlotBegin, StepPlan, StepResult
+from engine.weights.checkpoint import SINGLE
 
 HIDDEN_WIDTH = 4
 _DIRECTIVE = re.compile(r"\[\[(say|echo|eos|sleep|fail)(?: ([^\]]*))?\]\]")
@@ -63,6 +65,9 @@ class ScriptedRunner:
         self._step_s = config.scripted_step_s
         self._tokenizer = _load_tokenizer(directory)
         self._words = _printable_words(self._tokenizer, self.info.vocab_size)
+        self.weights = ScriptedWeights(self.info.vocab_size)
+        if (directory.path / SINGLE).exists():
+            self.weights.load(directory.path)
         self._slots = SlotTable()
         self._scripts: dict[int, _Script] = {}
 
@@ -77,6 +82,12 @@ class ScriptedRunner:
         rows = [self._row(row) for row in step.rows]
         self._take_time(step.rows, began)
         return StepResult(epoch=self.epoch, rows=rows, seconds=time.perf_counter() - began)
+
+    def release(self, tag: str) -> None:
+        """There is no memory to speak of."""
+
+    def restore(self, tag: str) -> None:
+        """As it was."""
 
     def close(self) -> None:
         """Nothing is held beyond the process."""
@@ -137,7 +148,8 @@ class ScriptedRunner:
             return self.info.eos_token_ids[0]
         if script.given is not None and position < len(script.given):
             return script.given[position]
-        return self._words[mix(script.salt ^ position) % len(self._words)]
+        words = self.weights.favourites(position) or self._words
+        return words[mix(script.salt ^ position) % len(words)]
 
     def _take_time(self, rows: list[PlanRow], began: float) -> None:
         wanted_s = max((self._scripts[row.slot].sleep_s for row in rows), default=0.0)

@@ -15,12 +15,14 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import InputLogprobs, TopLogprobs
 from engine.model.inputs import Batch, build
-from engine.model.loader import ModelDirectory, weight_paths
+from engine.model.loader import ModelDirectory
+from engine.model.memory import Storages
 from engine.model.native import NativeBackend
 from engine.model.runner import model_info
 from engine.model.sampler import DrawRequest, DrawResult, Sampler, best, chosen
 from engine.model.slots import Slot, SlotTable
 from engine.model.spec import cover
+from engine.model.weights import WeightHolder
 from engine.scheduler.plan import PlanRow, SampledRow, StepPlan, StepResult
 from engine.scheduler.ranks import Group
 
@@ -34,6 +36,14 @@ class Backend(Protocol):
     name: str
     weight_form: str
     parameter_bytes: int
+
+    @property
+    def weights(self) -> WeightHolder: ...
+
+    def memory(self, tag: str) -> list[torch.Tensor]:
+        """Tensors whose storages make up ``weights`` or ``kv_cache``; what cannot be loaded or
+        computed again is not among them."""
+        ...
 
     def forward(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
@@ -77,6 +87,8 @@ class TorchRunner:
             parameter_bytes=self._backend.parameter_bytes,
         )
         self.epoch = epoch
+        self.weights = self._backend.weights
+        self._memory: dict[str, Storages] = {}
         self._leads = tp == 0
         self._slots = SlotTable()
         self._sampler = Sampler(self.info.eos_token_ids, self._backend.draw)
@@ -93,6 +105,13 @@ class TorchRunner:
             self._compute(step.rows, results)
         seconds = time.perf_counter() - began
         return StepResult(epoch=self.epoch, rows=results, seconds=seconds)
+
+    def release(self, tag: str) -> None:
+        self._memory[tag] = Storages(self._backend.memory(tag))
+        self._memory[tag].release()
+
+    def restore(self, tag: str) -> None:
+        self._memory.pop(tag).restore()
 
     def close(self) -> None:
         """Nothing is held beyond the process."""
@@ -140,7 +159,6 @@ def _make_backend(config: EngineConfig, directory: ModelDirectory, group: Group 
     limits = config.limits
     return HfBackend(
         directory,
-        paths=weight_paths(config),
         dtype=dtype,
         num_blocks=limits.kv_tokens // limits.block_tokens,
         block_size=limits.block_tokens,

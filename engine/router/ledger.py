@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,10 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.router.weights import Ledger
+from engine.weights.checkpoint import problem_with
+
+KEEP_SPOOLS = 3  # newest epochs whose received weights stay on disk, for restarts and roll-backs
+STALE_SPOOL_S = 3600.0  # a file that no epoch names and that is older was left by a dead process
 
 
 def ledger_path(config: EngineConfig) -> Path:
@@ -32,7 +38,11 @@ def load_ledger(config: EngineConfig) -> Ledger:
         raise ConfigError(f"{path} is damaged ({error}); move it away to start afresh") from error
     if ledger.model_path != config.model_path:
         ledger = ledger.for_model(config.model_path)
-    ledger.at_start(config.model_path, os.path.exists, time.time())
+
+    def loadable(path: str) -> bool:
+        return path == config.model_path or not problem_with(path)
+
+    ledger.at_start(config.model_path, loadable, time.time())
     return ledger
 
 
@@ -46,3 +56,35 @@ def save_ledger(config: EngineConfig, ledger: Ledger) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+class Spool:
+    """Weights that came over a network, as files; the router alone deletes them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.directory = Path(config.home) / "spool"
+
+    def new_path(self) -> str:
+        return str(self.directory / f"{uuid.uuid4().hex}.safetensors")
+
+    def discard(self, paths: Iterable[str]) -> None:
+        """Deletes those that lie in the spool directory; others belong to somebody else."""
+        for path in map(Path, paths):
+            if path.parent == self.directory:
+                path.unlink(missing_ok=True)
+
+    def settle(self, ledger: Ledger) -> None:
+        """Deletes what only epochs need that no restart or roll-back will ask for."""
+        newest = sorted(ledger.epochs)[-KEEP_SPOOLS:]
+        kept = {ledger.committed, *ledger.groups.values(), *newest} & ledger.epochs.keys()
+        needed = {path for epoch in kept for path in ledger.epochs[epoch].paths}
+        known = {path for record in ledger.epochs.values() for path in record.paths}
+        here = set(map(str, self.directory.glob("*")))
+        self.discard(here & (known - needed))
+
+    def sweep(self, ledger: Ledger, now: float) -> None:
+        """At a start: deletes files of updates that died with their process."""
+        known = {path for record in ledger.epochs.values() for path in record.paths}
+        for path in self.directory.glob("*"):
+            if str(path) not in known and now - path.stat().st_mtime > STALE_SPOOL_S:
+                path.unlink(missing_ok=True)

@@ -1,44 +1,36 @@
 """What each control call does, told from top to bottom as a generator. Pure but for its ``Front``.
 
 Path: client.py -> router/process.py -> control.py runs these -> scheduler/control.py on every rank.
+Weight updates are in updates.py.
 """
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from engine import messages as m
-from engine.config import EngineConfig
-from engine.router.control import FanOut, Operation, Outcome, Until, refused
-from engine.router.registry import Entry
-from engine.router.state import EngineState
-from engine.router.weights import EpochRecord, Ledger, PauseRecord, Session
+from engine.router.control import (
+    FanOut,
+    Operation,
+    Outcome,
+    Refusal,
+    Until,
+    at_once,
+    gathered,
+    refusal,
+)
+from engine.router.front import Front
+from engine.router.updates import Updates
+from engine.router.weights import PauseRecord
+from engine.scheduler.memory import TAGS
 
 RESUME_TIMEOUT_S = 30.0
-COMMIT_TIMEOUT_S = 120.0
-
-
-class Front(Protocol):
-    """What an operation may do to the rest of the router."""
-
-    config: EngineConfig
-    state: EngineState
-    ledger: Ledger
-    session: Session | None
-
-    def now(self) -> float: ...
-    def save_ledger(self) -> None: ...
-    def broadcast(self) -> None: ...
-    def live(self, groups: list[int]) -> list[Entry]: ...
-    def hold(self) -> None: ...
-    def release_held(self) -> None: ...
-    def abort_entries(self, entries: list[Entry], reason: str) -> None: ...
-    def request_table(self) -> list[dict[str, Any]]: ...
+MEMORY_TIMEOUT_S = 300.0
+JOIN_MARGIN_S = 2.0  # the ranks give up so long before the caller does
 
 
 class Operations:
@@ -57,16 +49,17 @@ class Operations:
 
     def __init__(self, front: Front) -> None:
         self._front = front
+        self.updates = Updates(front)
         self._table: dict[type, Callable[[Any], Operation]] = {
             m.PauseGenerationReqInput: self.pause,
             m.ContinueGenerationReqInput: self.resume,
             m.FlushCacheReqInput: self.flush,
             m.DrainRankReqInput: self.drain,
-            m.BeginWeightUpdateReqInput: self.begin_update,
-            m.EndWeightUpdateReqInput: self.end_update,
-            m.UpdateWeightFromDiskReqInput: self.update_from_disk,
-            m.UpdateWeightsFromTensorReqInput: self.update_from_tensor,
-            m.UpdateWeightsFromDistributedReqInput: self.update_from_distributed,
+            m.BeginWeightUpdateReqInput: self.updates.begin,
+            m.EndWeightUpdateReqInput: self.updates.end,
+            m.UpdateWeightFromDiskReqInput: self.updates.from_disk,
+            m.UpdateWeightsFromTensorReqInput: self.updates.from_tensor,
+            m.UpdateWeightsFromDistributedReqInput: self.updates.from_distributed,
             m.UpdateWeightVersionReqInput: self.relabel,
             m.InitWeightsUpdateGroupReqInput: self.join_group,
             m.DestroyWeightsUpdateGroupReqInput: self.leave_group,
@@ -93,56 +86,81 @@ class Operations:
         answers = yield FanOut(op, self._front.state.serving_groups(), message.call.deadline)
         return gathered(answers)
 
-    # ------------------------------------------------------------------ pause, continue, flush
+    def _of_live(self, answers: list[m.RankAnswer], **result: Any) -> Outcome:
+        """The outcome for the groups that still serve; one that died has nothing to do it to."""
+        up = self._front.state.serving_groups()
+        return replace(gathered([a for a in answers if a.dp in up], **result), ranks=answers)
+
+    # ------------------------------------------------------------------ pause and continue
 
     def pause(self, message: m.PauseGenerationReqInput) -> Operation:
+        """A second pause applies its mode to what is held, and renews the lease."""
         front = self._front
         lease_s = message.lease_s or front.config.pause_lease_s
-        record = PauseRecord(mode=message.mode, until=front.now() + lease_s)
-        if front.ledger.pause is not None and front.state.control == "paused":
-            front.ledger.pause = msgspec.structs.replace(record, mode=front.ledger.pause.mode)
-            front.save_ledger()
-            return Outcome(message="already paused; the lease was renewed")
         front.hold()
-        front.state.control = "pausing"
-        front.ledger.pause = record
-        groups = front.state.serving_groups()
-        answers = yield FanOut(m.PauseRank(mode=message.mode), groups, message.call.deadline)
-        front.state.control = "paused"
+        if front.state.control != "paused":
+            front.state.control = "pausing"
+        front.ledger.pause = PauseRecord(mode=message.mode, until=front.now() + lease_s)
         front.save_ledger()
+        op = m.PauseRank(mode=message.mode)
+        answers = yield FanOut(op, front.state.serving_groups(), message.call.deadline)
+        front.state.control = "paused"
         front.broadcast()
-        return gathered(answers, mode=message.mode, lease_s=lease_s)
+        return self._of_live(answers, mode=message.mode, lease_s=lease_s)
 
     def resume(self, message: m.ContinueGenerationReqInput) -> Operation:
-        front = self._front
-        result: dict[str, Any] = {}
-        if front.session is not None and front.session.implicit:
-            committed = yield from self._commit(front.session, front.session.terms, message.call)
-            if not committed.success:
-                return committed
-            result = committed.result
+        """Whatever becomes of the pause's update, generation goes on; the answer tells."""
+        front, session = self._front, self._front.session
+        if front.state.released:
+            names = " and ".join(sorted(front.state.released))
+            raise refusal(409, "conflict", f"memory is released ({names}): resume it first")
+        update = Outcome()
+        if session is not None and session.implicit:
+            try:
+                update = yield from self.updates.commits.commit(session, message.call)
+            except Refusal as end:
+                update = end.outcome
         if front.state.control != "paused":
-            return Outcome(message="not paused", result=result)
-        answers = yield FanOut(
-            m.ResumeRank(), front.state.serving_groups(), front.now() + RESUME_TIMEOUT_S
-        )
-        front.state.control = "running"
-        front.ledger.pause = None
+            return replace(update, message=update.message or "not paused")
+        resumed = yield from self._run_again()
+        return resumed if update.success and not resumed.success else update
+
+    def _run_again(self) -> Operation:
+        front = self._front
+        front.ledger.pause = None  # first: a group that comes up now must not pause
         front.save_ledger()
+        deadline = front.now() + RESUME_TIMEOUT_S
+        answers = yield FanOut(m.ResumeRank(), front.state.serving_groups(), deadline)
+        front.state.control = "running"
         front.release_held()
         front.broadcast()
-        return gathered(answers, **result)
+        return self._of_live(answers)
+
+    def end_pause(self) -> Operation:
+        """The pause's lease ran out: whoever paused is gone, and with it what it was sending."""
+        front, session = self._front, self._front.session
+        if session is not None and session.implicit:
+            self.updates.sessions.drop(session)
+        if front.state.released:
+            outcome = yield from self._resume_memory(TAGS, front.now() + MEMORY_TIMEOUT_S)
+            if not outcome.success:
+                return outcome
+        outcome = yield from self._run_again()
+        return outcome
+
+    # ------------------------------------------------------------------ cache, ranks, memory
 
     def flush(self, message: m.FlushCacheReqInput) -> Operation:
         front = self._front
         groups = front.state.serving_groups()
-        if message.timeout_s > 0:
+        paused = front.state.control == "paused"
+        if message.timeout_s > 0 and not paused:
             deadline = min(front.now() + message.timeout_s, message.call.deadline)
             yield Until(lambda: not front.live(groups), deadline)
         answers = yield FanOut(m.FlushRank(), groups, message.call.deadline)
-        outcome = gathered(answers)
+        outcome = self._of_live(answers)
         live = len(front.live(groups))
-        if outcome.success and live and front.state.control != "paused":
+        if outcome.success and live and not paused:
             return Outcome(
                 False, 400, "busy",
                 f"dropped all blocks but those that {live} live requests hold; "
@@ -152,285 +170,86 @@ class Operations:
         return outcome
 
     def drain(self, message: m.DrainRankReqInput) -> Operation:
-        front = self._front
-        if not 0 <= message.dp < front.config.dp:
-            return refused(404, "not_found", f"there is no dp rank {message.dp}")
-        if message.drain and not set(front.state.dispatch_groups()) - {message.dp}:
-            return refused(
-                409, "conflict", "this is the last rank that takes requests; pause instead"
-            )  # fmt: skip
-        (front.state.drained.add if message.drain else front.state.drained.discard)(message.dp)
-        front.broadcast()
-        yield Until(lambda: True, message.call.deadline)
-        return Outcome(result={"running": len(front.live([message.dp]))})
+        front, state = self._front, self._front.state
 
-    # ------------------------------------------------------------------ weight sessions
-
-    def begin_update(self, message: m.BeginWeightUpdateReqInput) -> Operation:
-        session = self._open_session(message)
-        yield Until(lambda: True, message.call.deadline)
-        if isinstance(session, Outcome):
-            return session
-        return Outcome(result={"session_id": session.id, "groups": session.groups})
-
-    def end_update(self, message: m.EndWeightUpdateReqInput) -> Operation:
-        session = self._front.session
-        if session is None or session.id != message.session_id:
-            return refused(
-                404,
-                "no_such_session",
-                f"no weight session {message.session_id!r} is open; it may have been "
-                "dropped after 60 s without a call",
-            )
-        if message.drop:
-            yield from self._drop(session)
-            return Outcome(message="dropped; the old weights serve on")
-        if not session.sources:
-            yield from self._drop(session)
-            return refused(400, "empty_session", "no weights were staged in this session")
-        outcome = yield from self._commit(session, _terms(session.terms, message), message.call)
-        return outcome
-
-    def update_from_disk(self, message: m.UpdateWeightFromDiskReqInput) -> Operation:
-        source = m.WeightSource(
-            kind="disk", path=message.model_path, load_format=message.load_format
-        )
-        outcome = yield from self._stage_and_maybe_commit(message, source, complete=False)
-        return outcome
-
-    def update_from_tensor(self, message: m.UpdateWeightsFromTensorReqInput) -> Operation:
-        source = m.WeightSource(kind="tensor", path=message.path)
-        outcome = yield from self._stage_and_maybe_commit(message, source, complete=True)
-        return outcome
-
-    def update_from_distributed(self, message: m.UpdateWeightsFromDistributedReqInput) -> Operation:
-        source = m.WeightSource(
-            kind="distributed",
-            names=tuple(message.names),
-            dtypes=tuple(message.dtypes),
-            shapes=tuple(map(tuple, message.shapes)),
-            group_name=message.group_name,
-            spool_path=f"{self._front.config.home}/spool/{uuid.uuid4().hex}.safetensors",
-        )
-        outcome = yield from self._stage_and_maybe_commit(message, source, complete=True)
-        return outcome
-
-    def _stage_and_maybe_commit(
-        self, message: m.WeightUpdate, source: m.WeightSource, *, complete: bool
-    ) -> Operation:
-        """One bucket: into its session, the pause's implicit one, or one of its own."""
-        front = self._front
-        paused = front.state.control == "paused" and source.kind != "disk"
-        session: Session | Outcome
-        if message.session_id is not None or (front.session and front.session.implicit and paused):
-            session = self._open_one(message)
-        else:
-            session = self._open_session(message, implicit=paused)
-        if isinstance(session, Outcome):
-            return session
-        alone = message.session_id is None and not session.implicit
-        failed: Outcome | None = yield from self._stage(
-            session, source, message, complete=complete and alone
-        )
-        if failed is not None:
-            return failed
-        if alone or (session.implicit and message.flush_cache):
-            outcome = yield from self._commit(session, message, message.call)
-            return outcome
-        return Outcome(
-            message="staged", result={"session_id": session.id, "staged": len(session.sources)}
-        )
-
-    def _open_session(
-        self, message: m.WeightUpdate, *, implicit: bool = False
-    ) -> Session | Outcome:
-        front = self._front
-        if front.session is not None:
-            return refused(
-                409,
-                "update_in_progress",
-                f"weight session {front.session.id} is open",
-                session_id=front.session.id,
-            )
-        groups = message.target if message.target is not None else list(range(front.config.dp))
-        down = sorted(set(groups) - set(front.state.serving_groups()))
-        if down or not groups:
-            return refused(503, "engine_restarting", f"dp ranks {down} are not up; try again")
-        front.session = Session(uuid.uuid4().hex[:12], message, groups, front.now(), implicit)
-        return front.session
-
-    def _open_one(self, message: m.WeightUpdate) -> Session | Outcome:
-        session = self._front.session
-        if session is None or (message.session_id not in (None, session.id)):
-            return refused(
-                404, "no_such_session", f"no weight session {message.session_id!r} is open"
-            )
-        return session
-
-    def _stage(
-        self, session: Session, source: m.WeightSource, message: m.WeightUpdate, *, complete: bool
-    ) -> Any:
-        """None when every rank has it; else the refusal, with all staging dropped."""
-        op = m.PrepareWeights(staging_id=session.id, source=source, complete=complete)
-        session.busy = True
-        answers = yield FanOut(op, session.groups, message.call.deadline)
-        session.busy, session.touched_at = False, self._front.now()
-        outcome = gathered(answers)
-        if outcome.success and len({answer.result.get("checksum") for answer in answers}) > 1:
-            outcome = refused(400, "checksum_mismatch", "the ranks read different bytes")
-        wanted = message.checksum if session.terms is message else None
-        read = str(answers[0].result.get("checksum", ""))
-        if outcome.success and wanted and wanted != read:
-            outcome = refused(400, "checksum_mismatch", f"read {read}, expected {wanted}")
-        if not outcome.success:
-            yield from self._drop(session)
-            return replace(outcome, ranks=answers)
-        session.sources.append(source)
-        session.checksums.append(read)
-        return None
-
-    def _drop(self, session: Session) -> Any:
-        self._front.session = None
-        groups = [g for g in session.groups if g in self._front.state.serving_groups()]
-        deadline = self._front.now() + RESUME_TIMEOUT_S
-        yield FanOut(m.DropWeights(staging_id=session.id), groups, deadline)
-
-    def _commit(self, session: Session, terms: m.WeightUpdate, call: m.Call) -> Operation:
-        """Drain by policy, then one epoch on every target group, or nothing at all."""
-        front = self._front
-        if terms.dry_run:
-            yield from self._drop(session)
-            return Outcome(
-                message="dry run: every rank could take these weights; dropped",
-                result={"checksums": session.checksums, **self._impact(session.groups)},
-            )
-        paused = front.state.control == "paused"
-        policy = self._policy(terms)
-        touched = len(front.live(session.groups))
-        if not paused:
-            front.hold()
-            front.state.control = "updating"
+        def work() -> Outcome:
+            if not 0 <= message.dp < front.config.dp:
+                raise refusal(404, "not_found", f"there is no dp rank {message.dp}")
+            if message.drain and not set(state.dispatch_groups()) - {message.dp}:
+                text = "this is the last rank that takes requests; pause instead"
+                raise refusal(409, "conflict", text)
+            (state.drained.add if message.drain else state.drained.discard)(message.dp)
             front.broadcast()
-        drained = True
-        if policy == "abort":
-            front.abort_entries(front.live(session.groups), "aborted for a weight update")
-        if policy in ("abort", "finish") and not paused:
-            deadline = min(front.now() + terms.drain_timeout_s, call.deadline)
-            drained = yield Until(lambda: not front.live(session.groups), deadline)
-        if not drained:
-            yield from self._drop(session)
-            self._run_again(paused)
-            return refused(
-                409,
-                "drain_timeout",
-                f"{len(front.live(session.groups))} requests were still running after "
-                f"{terms.drain_timeout_s:g} s; nothing was changed",
-            )
-        record = self._record(session, terms, call)
-        front.ledger.begin_commit(record)
-        front.save_ledger()
-        answers = yield FanOut(
-            m.CommitWeights(staging_id=session.id, epoch=record.epoch,
-                            retract=policy == "retract", flush=terms.flush_cache),
-            session.groups, front.now() + COMMIT_TIMEOUT_S,
-        )  # fmt: skip
-        front.ledger.end_commit(session.groups, everywhere=len(session.groups) == front.config.dp)
-        front.save_ledger()
-        front.session = None
-        self._run_again(paused)
-        return gathered(
-            answers,
-            partial_ok=True,
-            epoch=record.epoch,
-            weight_version=record.weight_version,
-            token_step=record.token_step,
-            in_flight=policy,
-            touched=touched,
-            checksum=record.checksum,
-        )
+            return Outcome(result={"running": len(front.live([message.dp]))})
 
-    def _run_again(self, stay_paused: bool) -> None:
-        front = self._front
-        if not stay_paused:
-            front.state.control = "running"
-            front.release_held()
-        front.broadcast()
+        return at_once(work)
 
-    def _policy(self, terms: m.WeightUpdate) -> str:
-        pause = self._front.ledger.pause
-        if self._front.state.control == "paused" and pause is not None:
-            return pause.mode  # held requests follow the mode of their pause
-        return terms.in_flight or ("abort" if terms.abort_all_requests else "finish")
+    def release_memory(self, message: m.ReleaseMemoryOccupationReqInput) -> Operation:
+        front, tags = self._front, tuple(message.tags or TAGS)
+        if unknown := set(tags) - set(TAGS):
+            text = f"unknown memory tags {sorted(unknown)}, known are {' and '.join(TAGS)}"
+            raise refusal(400, "invalid_request_error", text)
+        if front.state.control != "paused":
+            raise refusal(409, "conflict", "pause generation before releasing memory")
+        if front.session is not None and "weights" in tags:
+            raise refusal(409, "conflict", f"weight session {front.session.id} is open")
+        before = set(front.state.released)
+        front.state.released |= set(tags)
+        outcome = yield from self._to_all(m.ReleaseMemory(tags=tags), message)
+        if not outcome.success:  # all groups or none
+            again = tuple(tag for tag in tags if tag not in before)
+            yield from self._resume_memory(again, message.call.deadline)
+        return outcome
 
-    def _record(self, session: Session, terms: m.WeightUpdate, call: m.Call) -> EpochRecord:
-        front = self._front
-        epoch = front.ledger.next_epoch
-        paths = tuple(source.path or source.spool_path for source in session.sources)
-        if any(source.kind != "disk" for source in session.sources):
-            before = front.ledger.epoch_of(session.groups[0])
-            paths = front.ledger.epochs[before].paths + paths
-        return EpochRecord(
-            epoch=epoch,
-            weight_version=terms.weight_version or f"epoch-{epoch}",
-            token_step=terms.token_step,
-            paths=paths,
-            checksum=session.checksums[-1] if session.checksums else "",
-            source=session.sources[-1].kind,
-            job=call.key or call.id,
-            actor=call.actor,
-            at=front.now(),
-            groups=tuple(session.groups),
-        )
+    def resume_memory(self, message: m.ResumeMemoryOccupationReqInput) -> Operation:
+        tags = tuple(message.tags or TAGS)
+        outcome = yield from self._resume_memory(tags, message.call.deadline)
+        return outcome
 
-    def _impact(self, groups: list[int]) -> dict[str, Any]:
-        live = self._front.live(groups)
-        return {
-            "running": len(live),
-            "by_rank": {str(dp): sum(entry.dp == dp for entry in live) for dp in groups},
-        }
-
-    def resync(self, dp: int) -> Operation:
-        """A group came back with older weights than it should serve: bring it there."""
-        front = self._front
-        epoch = front.ledger.epoch_of(dp)
-        staging = uuid.uuid4().hex[:12]
-        for path in front.ledger.epochs[epoch].paths:
-            source = m.WeightSource(kind="disk", path=path)
-            answers = yield FanOut(
-                m.PrepareWeights(staging_id=staging, source=source),
-                [dp],
-                front.now() + COMMIT_TIMEOUT_S,
-            )
-            if not gathered(answers).success:
-                front.state.reason = f"weights of epoch {epoch} are gone on dp{dp}"
-                return gathered(answers)
-        answers = yield FanOut(
-            m.CommitWeights(staging_id=staging, epoch=epoch), [dp], front.now() + COMMIT_TIMEOUT_S
-        )
-        front.state.resyncing.discard(dp)
-        front.broadcast()
-        return gathered(answers)
-
-    def drop_idle(self) -> Operation:
-        """A session that nobody touched for 60 s."""
-        session = self._front.session
-        if session is not None and session.idle(self._front.now()):
-            yield from self._drop(session)
-        return Outcome()
+    def _resume_memory(self, tags: tuple[str, ...], deadline: float) -> Operation:
+        """Each group loads the weights of its own epoch again."""
+        front, ranks = self._front, []
+        outcome = Outcome()
+        for dp in front.state.serving_groups():
+            paths = front.ledger.epochs[front.ledger.epoch_of(dp)].paths
+            answers = yield FanOut(m.ResumeMemory(tags=tags, paths=paths), [dp], deadline)
+            ranks += answers
+            outcome = gathered(answers) if outcome.success else outcome
+        if outcome.success:
+            front.state.released -= set(tags)
+        return replace(outcome, ranks=ranks)
 
     # ------------------------------------------------------------------ small ones
 
     def relabel(self, message: m.UpdateWeightVersionReqInput) -> Operation:
         front = self._front
-        if message.abort_all_requests:
-            front.abort_entries(front.live(list(range(front.config.dp))), "aborted by a relabel")
-        front.ledger.relabel(message.new_version, front.now())
-        front.save_ledger()
-        front.broadcast()
-        yield Until(lambda: True, message.call.deadline)
-        return Outcome(result={"new_version": message.new_version, "epoch": front.ledger.committed})
+
+        def work() -> Outcome:
+            present = front.ledger.present(front.config.dp)
+            if len(present) > 1:
+                text = f"the dp groups serve epochs {sorted(present)}: there is no one version"
+                raise refusal(409, "mixed", text)
+            if message.abort_all_requests:
+                everybody = front.live(list(range(front.config.dp)))
+                front.abort_entries(everybody, "aborted by a relabel")
+            epoch = present.pop()
+            front.ledger.relabel(epoch, message.new_version, front.now())
+            front.save_ledger()
+            front.broadcast()
+            return Outcome(result={"new_version": message.new_version, "epoch": epoch})
+
+        return at_once(work)
 
     def join_group(self, message: m.InitWeightsUpdateGroupReqInput) -> Operation:
+        """Every rank joins, or none is left in the group."""
+        front = self._front
+        ranks = front.config.dp * front.config.tp
+        if message.world_size < message.rank_offset + ranks:
+            raise refusal(
+                400, "invalid_request_error",
+                f"world_size {message.world_size} has no room for {ranks} engine ranks from "
+                f"{message.rank_offset} on",
+            )  # fmt: skip
         op = m.JoinGroup(
             master_address=message.master_address,
             master_port=message.master_port,
@@ -438,26 +257,22 @@ class Operations:
             world_size=message.world_size,
             group_name=message.group_name,
             backend=message.backend,
+            timeout_s=max(1.0, message.call.deadline - front.now() - JOIN_MARGIN_S),
         )
-        return self._to_all(op, message)
+        groups = front.state.serving_groups()
+        answers = yield FanOut(op, groups, message.call.deadline)
+        outcome = gathered(answers)
+        if not outcome.success and outcome.err_type != "conflict":
+            leave = m.LeaveGroup(group_name=message.group_name)
+            yield FanOut(leave, groups, front.now() + RESUME_TIMEOUT_S)
+        return outcome
 
     def leave_group(self, message: m.DestroyWeightsUpdateGroupReqInput) -> Operation:
         return self._to_all(m.LeaveGroup(group_name=message.group_name), message)
 
     def read_weights(self, message: m.GetWeightsByNameReqInput) -> Operation:
-        return self._to_all(
-            m.ReadWeights(name=message.name, truncate_size=message.truncate_size), message
-        )
-
-    def release_memory(self, message: m.ReleaseMemoryOccupationReqInput) -> Operation:
-        if self._front.state.control != "paused":
-            return self._refuse(409, "conflict", "pause generation before releasing memory")
-        tags = tuple(message.tags or ("kv_cache", "weights"))
-        return self._to_all(m.ReleaseMemory(tags=tags), message)
-
-    def resume_memory(self, message: m.ResumeMemoryOccupationReqInput) -> Operation:
-        tags = tuple(message.tags or ("kv_cache", "weights"))
-        return self._to_all(m.ResumeMemory(tags=tags), message)
+        op = m.ReadWeights(name=message.name, truncate_size=message.truncate_size)
+        return self._to_all(op, message)
 
     def slow_down(self, message: m.SlowDownReqInput) -> Operation:
         return self._to_all(m.SlowDown(seconds=message.forward_sleep_time or 0.0), message)
@@ -481,36 +296,21 @@ class Operations:
         return Outcome(result={"requests": table})
 
     def get_epoch(self, message: m.GetEpochReqInput) -> Operation:
-        yield Until(lambda: True, message.call.deadline)
-        known = self._front.ledger.epochs
-        if message.epoch is not None and message.epoch not in known:
-            return refused(404, "not_found", f"epoch {message.epoch} never existed here")
-        wanted = [message.epoch] if message.epoch is not None else sorted(known)
-        return Outcome(result={"epochs": [msgspec.to_builtins(known[e]) for e in wanted]})
+        def work() -> Outcome:
+            ledger = self._front.ledger
+            if message.epoch is not None and message.epoch not in ledger.epochs:
+                raise refusal(404, "not_found", f"epoch {message.epoch} never existed here")
+            if message.epoch is not None:
+                wanted = [message.epoch]
+            elif message.epochs is not None:
+                wanted = [epoch for epoch in message.epochs if epoch in ledger.epochs]
+            else:
+                wanted = sorted(ledger.epochs)
+            return Outcome(
+                result={
+                    "epochs": [msgspec.to_builtins(ledger.epochs[epoch]) for epoch in wanted],
+                    "relabels": [list(row) for row in ledger.relabels if row[1] in wanted],
+                }
+            )
 
-    def _refuse(self, status: int, kind: str, text: str) -> Operation:
-        yield Until(lambda: True, 0.0)
-        return refused(status, kind, text)
-
-
-def gathered(answers: list[m.RankAnswer], *, partial_ok: bool = False, **result: Any) -> Outcome:
-    """Success when every rank said so; else the first refusal, named by rank."""
-    bad = [answer for answer in answers if not answer.success]
-    if not bad or (partial_ok and len(bad) < len(answers)):
-        return Outcome(result=result, ranks=answers)
-    first = bad[0]
-    status = int(first.result.get("status_code", 400))
-    return Outcome(
-        False, status, str(first.result.get("err_type", "rank_refused")),
-        f"rank dp{first.dp} tp{first.tp}: {first.message}", result, answers,
-    )  # fmt: skip
-
-
-def _terms(begin: m.WeightUpdate, end: m.WeightUpdate) -> m.WeightUpdate:
-    """The begin call's terms; what the end call says explicitly wins."""
-    changed = {
-        name: getattr(end, name)
-        for name in ("token_step", "weight_version", "in_flight", "dry_run")
-        if getattr(end, name) not in (None, False)
-    }
-    return msgspec.structs.replace(begin, **changed)
+        return at_once(work)

@@ -17,6 +17,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from engine import messages as m
 from engine.config import EngineConfig
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.control import ControlDesk, Operation, Outcome
-from engine.router.ledger import load_ledger, save_ledger
+from engine.router.ledger import Spool, load_ledger, save_ledger
 from engine.router.operations import Operations
 from engine.router.registry import Entry, Registry
 from engine.router.requests import RequestDesk
 from engine.router.state import EngineState
 from engine.router.weights import Session
+from engine.weights.checkpoint import WeightError, effective
 from engine.wire import PullSocket, PushSocket, wait_any
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 TICK_S = 0.05
 INTERNAL_DEADLINE_S = 300.0
+RESYNC_EVERY_S = 30.0  # between tries to bring a group to its weights
+UPDATES = frozenset(kind.__name__ for kind in m.WeightUpdate.__subclasses__())
 EPOCHS_IN_SNAPSHOT = 64
 
 
@@ -133,6 +137,8 @@ class Router:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ledger = load_ledger(config)
+        self.spool = Spool(config)
+        self.spool.sweep(self.ledger, time.time())
         self.session: Session | None = None
         self.registry = Registry()
         self.state = EngineState(
@@ -146,7 +152,10 @@ class Router:
         self.sockets = RouterSockets(config)
         self.desk = RequestDesk(config, self.registry, self.state, self.sockets, self._count)
         self.operations = Operations(self)
-        self.control = ControlDesk(tensor_ranks=config.tp, send=self._send_call)
+        self.control = ControlDesk(
+            tensor_ranks=config.tp, send=self._send_call, on_idle=self._reconcile
+        )
+        self._resynced_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Lease: self._on_lease,
@@ -219,16 +228,33 @@ class Router:
             self._count("leases_lapsed")
             self._fence(inbox, "its lease lapsed")
         self.desk.expire(now)
-        if self.session is not None and self.session.idle(now):
-            self._run_internal("drop_idle_session", self.operations.drop_idle())
-        pause = self.ledger.pause
-        if pause is not None and now > pause.until and self.control.open_exclusive is None:
-            log.warning("the pause's lease ran out: continuing")
-            self._count("pause_leases_expired")
-            call = m.Call(id=uuid.uuid4().hex, deadline=now + INTERNAL_DEADLINE_S, actor="lease")
-            resume = m.stamped(self.sockets.inbox, m.ContinueGenerationReqInput, call=call)
-            self._run_internal("pause_lease", self.operations.of(resume))
+        if self.control.open_exclusive is None:
+            self._end_what_nobody_holds(now)
+            self._reconcile()
         self.broadcast()
+
+    def _end_what_nobody_holds(self, now: float) -> None:
+        session, pause = self.session, self.ledger.pause
+        if session is not None and session.idle(now, self.config.session_idle_s):
+            self._count("weight_sessions_dropped")
+            self.operations.updates.drop_idle()
+        if pause is not None and now > pause.until:
+            self._count("pause_leases_expired")
+            self._run_internal("end_pause", self.operations.end_pause())
+
+    def _reconcile(self) -> None:
+        """Groups that serve other weights than they should are brought there, out of dispatch."""
+        now = time.time()
+        for dp in self.state.serving_groups():
+            epoch = self.state.epoch_of(dp)
+            if epoch == self.ledger.epoch_of(dp):
+                self.state.resyncing.discard(dp)
+                continue
+            self.state.resyncing.add(dp)
+            if now - self._resynced_at.get(dp, 0.0) > RESYNC_EVERY_S:
+                self._resynced_at[dp] = now
+                self._count("resyncs")
+                self._run_internal(f"resync dp{dp}", self.operations.updates.commits.resync(dp))
 
     # ------------------------------------------------------------------ what operations use
 
@@ -260,6 +286,21 @@ class Router:
 
     def request_table(self) -> list[dict[str, Any]]:
         return self.desk.table()
+
+    def tell(self, op: m.RankOp, groups: list[int]) -> None:
+        for dp in groups:
+            self._send_call("", op, dp)
+
+    def effective_paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return effective(paths)
+        except WeightError as error:  # a source that is gone already: a restart will say so
+            log.warning("cannot tell which weight files still matter: %s", error.message)
+            return paths
+
+    def open_update(self) -> str | None:
+        running = self.control.open_of(UPDATES)
+        return running.job if running else None
 
     def _snapshot(self, now: float) -> m.FleetSnapshot:
         newest = sorted(self.ledger.epochs)[-EPOCHS_IN_SNAPSHOT:]
@@ -358,14 +399,31 @@ class Router:
         self._answer(message, Outcome(result=result))
 
     def _on_control(self, message: m.ControlReq) -> None:
+        call = message.call
+        answer: Callable[[Outcome], None] = partial(self._answer, message)
+        if isinstance(message, m.UpdateWeightFromDiskReqInput) and message.is_async:
+            call = msgspec.structs.replace(call, key=call.key or call.id)
+            answer = self._answer_at_start(message, call)
         self.control.submit(
             type(message).__name__,
-            message.call,
+            call,
             self.operations.of(message),
-            lambda outcome: self._answer(message, outcome),
+            answer,
             exclusive=isinstance(message, Operations.EXCLUSIVE),
             now=time.time(),
+            conflict=self.operations.updates.conflict(message),
         )
+
+    def _answer_at_start(self, message: m.ControlReq, call: m.Call) -> Callable[[Outcome], None]:
+        """The caller is told at once that its update goes on; only refusals come later to it."""
+
+        def note(outcome: Outcome) -> None:
+            log.info("update %s: %s %s", call.key, outcome.status_code, outcome.message)
+
+        conflict = self.operations.updates.conflict(message)
+        text = "the update goes on; ask for the outcome of its job"
+        self._answer(message, conflict or Outcome(message=text, result={"job": call.key}))
+        return note
 
     def _run_internal(self, name: str, operation: Operation) -> None:
         """An operation that nobody called: its outcome goes to the log."""
@@ -413,29 +471,34 @@ class Router:
         rank = self.state.ranks[message.index, message.tp]
         rank.up, rank.address, rank.pid = True, message.address, message.pid
         rank.generation = message.generation
+        rank.started_on = int(message.info.get("epoch", 0))
         log.info("rank dp%d tp%d is up (pid %d)", message.index, message.tp, message.pid)
         if message.tp == 0:
             self.sockets.connect_rank(message.index, message.address)
         if self.state.group_up(message.index):
-            self._on_group_up(message.index, int(message.info.get("epoch", 0)))
+            self._on_group_up(message.index)
 
-    def _on_group_up(self, dp: int, epoch: int) -> None:
+    def _on_group_up(self, dp: int) -> None:
         """A group that starts into a pause pauses; one with old weights is brought up to date."""
-        if epoch != self.ledger.epoch_of(dp):
-            self.state.resyncing.add(dp)
-            self._run_internal(f"resync dp{dp}", self.operations.resync(dp))
         if self.ledger.pause is not None:
             self._send_call("", m.PauseRank(mode="in_place"), dp)
+        self._resynced_at.pop(dp, None)
+        if self.state.epoch_of(dp) != self.ledger.epoch_of(dp):
+            self.state.resyncing.add(dp)  # at once; the next heartbeat does something about it
         self.broadcast()
 
     def _on_process_down(self, message: m.ProcessDown) -> None:
         if message.role == "detokenizer":
             self.desk.detokenizer_down(message)
             return
-        self.state.group_down(message.index)
-        self.sockets.disconnect_rank(message.index)
+        dp, why = message.index, f"died ({message.reason})"
+        self.state.group_down(dp)
+        self.sockets.disconnect_rank(dp)
         self.desk.rank_down(message)
-        self.control.on_group_down(message.index, f"died ({message.reason})", time.time())
+        session = self.session
+        if session is not None and dp in session.groups and not session.busy:
+            session.failed = session.failed or f"rank dp{dp} tp{message.tp} {why}"
+        self.control.on_group_down(dp, why, time.time())
         self.broadcast()
 
     def _restore_pause(self) -> None:

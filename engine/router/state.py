@@ -23,6 +23,7 @@ class RankState:
     generation: int = 0
     pid: int = 0
     up: bool = False
+    started_on: int = 0  # the epoch of the weights that it came up with
     load: RankLoad | None = None
 
 
@@ -38,9 +39,8 @@ class EngineState:
     control: str = "running"  # running | pausing | paused | updating
     ranks: dict[tuple[int, int], RankState] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)  # up, but no new requests by an operator's word
-    resyncing: set[int] = field(
-        default_factory=set
-    )  # up, but not yet on the weights they should have
+    resyncing: set[int] = field(default_factory=set)  # up, but on other weights than they should
+    released: set[str] = field(default_factory=set)  # memory that was given back
     reason: str = ""
     seq: int = 0
 
@@ -89,8 +89,11 @@ class EngineState:
         return "running" if whole else "degraded"
 
     def epoch_of(self, dp: int) -> int | None:
-        load = self.ranks[dp, 0].load
-        return load.epoch if load else None
+        """Of the weights that the group has now; None when it is down."""
+        rank = self.ranks[dp, 0]
+        if rank.load is not None:
+            return rank.load.epoch
+        return rank.started_on if rank.up else None
 
     def version_of(self, epoch: int | None) -> EpochRecord:
         known = self.ledger.epochs.get(epoch or 0)

@@ -45,7 +45,21 @@ class PlanRow(Part):
 
 
 class Command(msgspec.Struct, kw_only=True, tag=True):
-    """Something that every rank does before this step's forward."""
+    """Something that every rank does before this step's forward; each kind joins ``Commands``."""
+
+
+class SwitchWeights(Command):
+    """The sealed staging becomes live; this forward and later ones run under ``epoch``.
+
+    Each rank answers the router's call ``call_id``.
+    """
+
+    call_id: str
+    staging_id: str
+    epoch: int
+
+
+Commands = SwitchWeights
 
 
 class StepPlan(msgspec.Struct, kw_only=True, tag=True):
@@ -54,7 +68,7 @@ class StepPlan(msgspec.Struct, kw_only=True, tag=True):
     step: int
     ends: list[int] = []
     begins: list[SlotBegin] = []
-    commands: list[Command] = []
+    commands: list[Commands] = []
     rows: list[PlanRow] = []
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,10 +26,14 @@ from engine.errors import QuarterdeckError
 from engine.model.runner import ModelRunner, make_runner
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.dispatch import detokenizer_of
+from engine.scheduler.control import Place, RankControl, Requests
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.plan import StepPlan
 from engine.scheduler.ranks import make_group
 from engine.tokenizer import Tokenizer
+from engine.weights.checkpoint import WeightError
+from engine.weights.groups import Groups
+from engine.weights.update import Stager
 from engine.wire import Codec, PullSocket, PushSocket
 
 log = logging.getLogger(__name__)
@@ -36,8 +41,10 @@ log = logging.getLogger(__name__)
 REPORT_S = 0.5
 CHANGE_REPORT_S = 0.02
 IDLE_WAIT_S = 0.25
+BUSY_WAIT_S = 0.005  # while a thread of a control call works: its answer is not kept waiting
 BACKLOG = 1_000  # batches that no detokenizer took; beyond it the rank stops planning
-PLANS = Codec([StepPlan])
+PLANS = Codec([StepPlan, m.RankCall])
+NO_EPOCH = 0  # the model's own weights, where those of the epoch could not be loaded
 
 
 class Meter:
@@ -93,7 +100,7 @@ class Leader:
             runner.info,
             dp=dp,
             stop_checker=self._stop_checker,
-            epoch=config.epoch,
+            epoch=runner.epoch,
         )
         self._inbox = PullSocket(config.scheduler_address(dp, start))
         self._router = PushSocket(config.router_reply_address)
@@ -105,9 +112,12 @@ class Leader:
         ]
         self._backlog: list[deque[m.BatchTokenIDOutput]] = [deque() for _ in self._detokenizers]
         self._reporter = Reporter(self._router, dp=dp, tp=0, start=start)
+        self._control = _control(
+            config, runner, Place(dp, 0, config.tp), self._router, self._report, self.core,
+            forward=self._to_followers,
+        )  # fmt: skip
         self._meter = Meter()
         self._steps = 0
-        self._now = time.time()
 
     def _stop_checker(self, sampling: m.SamplingParams) -> StopChecker | None:
         if not sampling.stop and not sampling.stop_regex:
@@ -119,9 +129,11 @@ class Leader:
     def run(self, stop: StopFlag) -> None:
         while not stop.requested:
             if self.core.idle:
-                self._inbox.wait(self._reporter.wait_s(time.time(), self._busy))
+                wait_s = self._reporter.wait_s(time.time(), self._busy)
+                self._inbox.wait(BUSY_WAIT_S if self._control.busy else wait_s)
             for message in self._inbox.drain():
                 self._handle(message)
+            self._control.collect()
             self._step()
             self._send()
             if self._reporter.due(time.time(), self._busy):
@@ -131,15 +143,23 @@ class Leader:
         if max(map(len, self._backlog)) > BACKLOG:
             time.sleep(0.01)  # the detokenizer is behind or restarting: make nothing more
             return
+        commands = self._control.take_commands()
         plan = self.core.plan(time.time())
         if plan is None:
-            return
-        for follower in self._followers:
-            follower.send_frame(PLANS.encode(plan))
+            if not commands:
+                return
+            plan = self.core.bare_plan()
+        plan.commands = commands
+        self._to_followers(plan)
+        self._control.before_forward(plan)
         result = self.runner.forward(plan)
         self._meter.step_s = result.seconds
         self._steps = plan.step
         self.core.commit(plan, result, time.time())
+
+    def _to_followers(self, message: StepPlan | m.RankCall) -> None:
+        for follower in self._followers:
+            follower.send(message)
 
     def _send(self) -> None:
         """Ends go out before their rows: whoever has its answer may reuse the rid at once."""
@@ -184,6 +204,8 @@ class Leader:
                     self.core.abort(
                         message.rids, message.reason, now=time.time(), silent=message.silent
                     )
+                case m.RankCall():
+                    self._control.handle(message)
                 case _:
                     log.warning("a rank does not take %s", type(message).__name__)
         except QuarterdeckError as error:
@@ -206,7 +228,7 @@ class Leader:
 
 
 class Follower:
-    """TP rank > 0: runs the leader's plans in order."""
+    """TP rank > 0: runs the leader's plans and control calls in their order."""
 
     def __init__(
         self, config: EngineConfig, runner: ModelRunner, *, dp: int, tp: int, start: int
@@ -215,16 +237,50 @@ class Follower:
         self._plans = PullSocket(config.plan_address(dp, tp, start), codec=PLANS)
         self._router = PushSocket(config.router_reply_address)
         self._reporter = Reporter(self._router, dp=dp, tp=tp, start=start)
-        self._epoch = config.epoch
+        self._control = _control(
+            config, runner, Place(dp, tp, config.tp), self._router, self._report, None,
+            forward=lambda call: None,
+        )  # fmt: skip
 
     def run(self, stop: StopFlag) -> None:
         while not stop.requested:
-            self._plans.wait(IDLE_WAIT_S)
-            for plan in self._plans.drain():
-                result = self._runner.forward(plan)
-                self._epoch = result.epoch
+            self._plans.wait(BUSY_WAIT_S if self._control.busy else IDLE_WAIT_S)
+            for message in self._plans.drain():
+                if isinstance(message, StepPlan):
+                    self._control.before_forward(message)
+                    self._runner.forward(message)
+                else:
+                    self._control.handle(message)
+            self._control.collect()
             if self._reporter.due(time.time(), 0):
-                self._reporter.send(time.time(), state="running", epoch=self._epoch)
+                self._report()
+
+    def _report(self) -> None:
+        self._reporter.send(time.time(), state="running", epoch=self._runner.epoch)
+
+
+def _control(
+    config: EngineConfig,
+    runner: ModelRunner,
+    place: Place,
+    router: PushSocket,
+    report: Callable[[], None],
+    core: SchedulerCore | None,
+    *,
+    forward: Callable[[m.RankCall], None],
+) -> RankControl:
+    """The control side of one rank; ``core`` is None on followers."""
+    groups = Groups(config.device)
+    return RankControl(
+        place,
+        runner,
+        Stager(runner.weights, groups, spools=place.tp == 0, dp=place.dp),
+        groups,
+        requests=None if core is None else Requests(core),
+        reply=router.send,
+        report=report,
+        forward=forward,
+    )
 
 
 class Rank(Protocol):
@@ -236,8 +292,10 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
     die_with_parent(f"rank dp{dp} tp{tp}")
     set_up_logging(f"rank-dp{dp}-tp{tp}")
     stop = StopFlag()
-    group = make_group(config, dp=dp, tp=tp, start=start)
+    scripted = config.backend == "scripted"  # its ranks have nothing to tell each other
+    group = None if scripted else make_group(config, dp=dp, tp=tp, start=start)
     runner = make_runner(config, dp=dp, tp=tp, group=group, epoch=config.epoch)
+    _load_weights(config, runner)
     rank: Rank
     if tp == 0:
         rank = Leader(config, runner, dp=dp, start=start)
@@ -259,6 +317,25 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
     )
     rank.run(stop)
     runner.close()
+
+
+def _load_weights(config: EngineConfig, runner: ModelRunner) -> None:
+    """The weights of this start's epoch, where they are not the model's own.
+
+    When they cannot be loaded the rank says so with its epoch; the router then decides.
+    """
+    if config.weight_paths in ((), (config.model_path,)):
+        return
+    stager = Stager(runner.weights, Groups(config.device), spools=False, dp=0)
+    try:
+        read = stager.stage("start", config.weight_paths)["checksum"]
+        if config.weight_checksum not in ("", read):
+            raise WeightError(f"they read as {read}, not {config.weight_checksum}")
+    except WeightError as error:
+        log.error("the weights of epoch %d cannot be loaded: %s", config.epoch, error.message)
+        runner.epoch = NO_EPOCH
+        return
+    stager.commit("start")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ OPEN_ROUTES = {
     "",
     "logout/",
     "health",
+    "metrics",
     "ready",
     "health_generate",
     "admin/login/",

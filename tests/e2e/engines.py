@@ -35,12 +35,15 @@ def scripted_config(home: Path, **changes) -> EngineConfig:
 
 
 @contextlib.asynccontextmanager
-async def running_engine(config: EngineConfig) -> AsyncIterator[EngineTree]:
+async def running_engine(
+    config: EngineConfig, *, state: str = "running"
+) -> AsyncIterator[EngineTree]:
+    """Yields when the engine is in ``state``."""
     with engine_process(config) as launcher:
         tree = EngineTree(config, launcher.pid)
         try:
             await tree.connect("1")
-            await wait_until_serving(tree.clients[0], 60)
+            await wait_until_serving(tree.clients[0], 60, state)
             yield tree
         finally:
             for client in tree.clients:

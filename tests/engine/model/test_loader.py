@@ -12,12 +12,10 @@ from safetensors.torch import save_file
 
 from engine.config import Limits
 from engine.errors import ConfigError
-from engine.messages import LogprobParams
 from engine.model.loader import Checkpoint, open_directory
 from engine.model.runner import make_runner
 from tests.engine.model import tiny
 from tests.engine.model.conftest import engine_config
-from tests.engine.model.driver import Driver, Job
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
@@ -91,26 +89,3 @@ def test_a_context_beyond_the_positions_is_refused(tmp_path: Path) -> None:
     config = engine_config(tmp_path, backend="scripted", limits=Limits(max_context=65))
     with pytest.raises(ConfigError, match="max_context is 65; .* reaches 64"):
         make_runner(config, dp=0, tp=0, group=None)
-
-
-@pytest.mark.parametrize("backend", ["hf", "native"])
-def test_weights_of_a_later_epoch_lie_over_the_models_own(
-    tiny_model: Callable[[str], Path], tmp_path: Path, backend: str
-) -> None:
-    source = tiny_model("llama")
-    name = "model.layers.1.mlp.up_proj.weight"
-    update = tmp_path / "update.safetensors"
-    save_file({name: Checkpoint(source).read(name) * 3.0}, update)
-    answers = []
-    for paths in ((), (str(source), str(update))):
-        config = engine_config(source, backend=backend, weight_paths=paths)
-        runner = make_runner(config, dp=0, tp=0, group=None)
-        job = Job(prompt_ids=[5, 6, 7], options={"logprob": LogprobParams(top_num=3)})
-        driver = Driver(runner)
-        driver.begin(job)
-        driver.step()
-        answers.append(job.results[0].top)
-    assert answers[0] != answers[1]
-    overlaid = Checkpoint(source, update)
-    assert torch.equal(overlaid.read(name), Checkpoint(update).read(name))
-    assert overlaid.names == Checkpoint(source).names
