@@ -597,6 +597,16 @@ class EngineClient:
         ``EngineUnreachable``. A refusal is a reply with ``success`` false.
         """
         call = _call(uuid.uuid4().hex, deadline_s, key, actor)
+        return await self._ask(kind, call, fields, deadline_s)
+
+    async def outcome_of(self, key: str, *, deadline_s: float) -> m.ControlReply:
+        """What became of the call with this idempotency key: ``GetOutcomeReqInput``."""
+        call = _call(uuid.uuid4().hex, deadline_s, None, self.worker_id)
+        return await self._ask(m.GetOutcomeReqInput, call, {"key": key}, deadline_s)
+
+    async def _ask(
+        self, kind: type[m.Request], call: m.Call, fields: dict[str, Any], deadline_s: float
+    ) -> m.ControlReply:
         future: asyncio.Future[m.ControlReply] = asyncio.get_running_loop().create_future()
         self._calls[call.id] = future
         try:

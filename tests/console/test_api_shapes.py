@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.api import meta, sse
-from console.api.errors import BadField, NotSupported, error_body
+from console.api.errors import NotSupported, error_body
 from console.api.expand import expand
 from console.api.schemas import ChatCompletionBody, CompletionBody, GenerateBody, decode
+from console.fields import BadField
 from engine.errors import BadRequest, Overloaded
 from engine.messages import Finish, Hidden, OutputLogprobs, StrRow, TopLogprobs
 
