@@ -11,8 +11,8 @@ from django.test import AsyncClient, Client
 from django.urls import path
 
 from console import urls
-from console.api import unsupported
 from console.access import OPEN, access_of, routes, undeclared_routes
+from console.api import unsupported
 from console.asgi import application
 from console.sockets import SocketGate
 from tests.console.communicator import OURS, Socket, cookie_for

@@ -14,7 +14,7 @@ from console.asgi import application
 from console.auth import Forbidden, principal_of_user
 from console.database import DatabaseAway
 from console.models import AuditEntry, Engine, Job, WeightUpdate
-from console.services import audit, chronicle, control, journal, jobs, reconcile, schedules
+from console.services import audit, chronicle, control, jobs, journal, reconcile, schedules
 from engine import messages as m
 from engine.errors import BadRequest, Conflict, NotFound
 from tests.console.communicator import OURS, Socket, cookie_of
@@ -44,9 +44,7 @@ async def signed_in(make_user, role: str, **fields) -> AsyncClient:
 async def by_page(make_user, make_key, role):
     client = await signed_in(make_user, role)
     body = {**FIELDS, "reason": "test"}
-    response = await client.post(
-        "/api/control/flush_cache", body, content_type="application/json"
-    )
+    response = await client.post("/api/control/flush_cache", body, content_type="application/json")
     return response.status_code in (200, 202)
 
 
@@ -110,9 +108,7 @@ async def test_one_action_five_ways_makes_the_same_job_and_audit_entry(
     [job] = await rows(Job)
     assert (job.kind, job.title, job.target) == ("flush_cache", "Flush cache", "engine")
     assert (job.state, job.args, job.reason, job.via) == ("done", {}, "test", way)
-    assert job.ranks == [
-        {"dp": dp, "tp": 0, "state": "done", "message": ""} for dp in range(2)
-    ]
+    assert job.ranks == [{"dp": dp, "tp": 0, "state": "done", "message": ""} for dp in range(2)]
     assert (job.before["epoch"], job.after["epoch"]) == (1, 1)
     [entry] = await rows(AuditEntry)
     assert (entry.action, entry.target, entry.result) == ("flush_cache", "engine", "done")
@@ -248,9 +244,7 @@ async def test_a_job_whose_process_is_gone_is_settled_by_asking_the_engine(engin
     """Sent, but its process died before it could write the end."""
     who = await principal(make_user)
     job = await _left_behind(who, key="k1")
-    await engine.worker.client.call(
-        m.FlushCacheReqInput, deadline_s=5, actor="me", key=job.key
-    )
+    await engine.worker.client.call(m.FlushCacheReqInput, deadline_s=5, actor="me", key=job.key)
     assert await reconcile.round_to_the_end() == 1
     [after] = await rows(Job)
     assert (after.state, after.attempt) == ("done", 2)
@@ -258,9 +252,7 @@ async def test_a_job_whose_process_is_gone_is_settled_by_asking_the_engine(engin
     assert len(engine.ranks.calls) == 2, "it was not sent again"
 
 
-async def test_a_call_that_the_engine_never_saw_has_failed_and_is_not_sent_again(
-    engine, make_user
-):
+async def test_a_call_that_the_engine_never_saw_has_failed_and_is_not_sent_again(engine, make_user):
     await _left_behind(await principal(make_user), key="k2")
     await reconcile.round_to_the_end()
     [after] = await rows(Job)
@@ -392,8 +384,7 @@ async def test_a_preview_counts_whom_it_touches_and_writes_nothing(engine, make_
         who, "reload_weights", {"source": "models/step-7"}, base_url="http://here"
     )
     assert seen.impact == (
-        "5 running requests: 3 on dp0, 2 on dp1; "
-        "policy finish: they end on the old weights."
+        "5 running requests: 3 on dp0, 2 on dp1; policy finish: they end on the old weights."
     )
     assert "/update_weights_from_disk" in seen.curl
     assert seen.refusal == ""
