@@ -54,7 +54,6 @@ class Lifespan:
             via=worker.unix_path,
         )
         worker.client.subscribe(worker.feed.put)
-        worker.client.subscribe(worker.lineage.note)
         worker.client.subscribe(worker.chronicle.put)
         self._tasks = [
             asyncio.create_task(worker.feed.watch(), name="fleet-feed"),

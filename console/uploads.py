@@ -6,7 +6,7 @@ may fill the disk: the key is checked here first, and again by the route's own a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from console.services import keys, spool
@@ -64,14 +64,14 @@ class _Body:
         self._ended = False  # the body is off the wire
         self._told = False  # the application knows its end
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
         while not self._ended:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self._ended = True
                 return
-            yield message.get("body", b"")
             self._ended = not message.get("more_body", False)
+            yield message.get("body", b"")
 
     async def after(self) -> Mapping[str, Any]:
         """What the application receives: an empty body, then the client's disconnect."""

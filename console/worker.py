@@ -14,7 +14,6 @@ from redis.asyncio import Redis
 from console.services.chronicle import Chronicle
 from console.services.feed import FleetFeed
 from console.services.jobs_feed import JobsFeed
-from console.services.lineage import Lineage
 from console.services.sockets import Sockets
 from console.services.streams import StreamHub
 from engine.client import EngineClient
@@ -31,7 +30,6 @@ class Worker:
         self.valkey: Redis = Redis.from_url(settings.REDIS_URL, socket_timeout=1.0)
         self.hub = StreamHub(worker=worker_id, grace_s=settings.QUARTERDECK_RESUME_GRACE_S)
         self.feed = FleetFeed()
-        self.lineage = Lineage()
         self.chronicle = Chronicle()
         self.jobs = JobsFeed()
         self.sockets = Sockets()

@@ -60,6 +60,7 @@ class GenerateReqInput:
     kv_reuse: Literal["isolate", "group", "share"] = "isolate"
     dp_rank: int | None = None
     no_logs: bool = False
+    actor: str = ""  # who asks, for people who look at the table of requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,8 +497,9 @@ class EngineClient:
         self._reservations[parent] = future
         try:
             self._sender().submit(
-                m.Reserve, parent=parent, rids=rids, priority=first.priority, dp_rank=first.dp_rank
-            )
+                m.Reserve, parent=parent, rids=rids, priority=first.priority,
+                dp_rank=first.dp_rank, actor=first.actor,
+            )  # fmt: skip
             reply = await asyncio.wait_for(future, RESERVE_TIMEOUT_S)
         except (TimeoutError, asyncio.CancelledError) as error:
             self._release(set(rids))

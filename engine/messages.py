@@ -373,6 +373,7 @@ class Reserve(Request):
     priority: int = 0
     dp_rank: int | None = None
     deadline: float | None = None
+    actor: str = ""  # for people who look at the table of requests
 
 
 class TokenizedGenerateReqInput(Request):

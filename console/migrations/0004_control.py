@@ -11,6 +11,11 @@ class Migration(migrations.Migration):
     ]
 
     operations = [
+        migrations.AddField(
+            model_name="message",
+            name="kv_epochs",
+            field=models.JSONField(blank=True, null=True),
+        ),
         migrations.CreateModel(
             name="AuditEntry",
             fields=[

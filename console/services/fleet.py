@@ -29,7 +29,7 @@ async def read_fleet() -> dict[str, Any]:
 
 async def epoch_labels(epochs: set[int]) -> dict[int, EpochLabel]:
     """Version and trainer's step of each epoch."""
-    return await this_worker().lineage.labels(epochs, read_snapshot)
+    return await this_worker().engine.labels(epochs)
 
 
 async def read_epoch(epoch: int) -> dict[str, Any]:

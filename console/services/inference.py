@@ -21,6 +21,7 @@ async def admit(principal: Principal, requests: list[GenerateReqInput]) -> list[
     """
     principal.require("use_inference")
     await limits.count_requests(principal, len(requests))
+    requests = [replace(request, actor=principal.actor) for request in requests]
     if not principal.max_new_tokens:
         return requests
     return [_cut(request, principal.max_new_tokens) for request in requests]

@@ -11,7 +11,8 @@ import base64
 import binascii
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,13 +61,13 @@ def from_base64(texts: list[str] | str) -> bytes:
 
 
 async def write(content: bytes) -> Spooled:
-    async def once() -> AsyncIterator[bytes]:
+    async def once() -> AsyncGenerator[bytes, None]:
         yield content
 
     return await write_stream(once(), len(content))
 
 
-async def write_stream(chunks: AsyncIterator[bytes], size: int) -> Spooled:
+async def write_stream(chunks: AsyncGenerator[bytes, None], size: int) -> Spooled:
     """``size``: how many bytes are announced; room is made for them first.
 
     Raises ``BadRequest``, and ``disk.NoSpace`` before the first byte is written.
@@ -77,7 +78,8 @@ async def write_stream(chunks: AsyncIterator[bytes], size: int) -> Spooled:
     path = directory / f"{uuid.uuid4().hex}.safetensors"
     draft = path.with_suffix(".part")
     try:
-        written = await _copy(chunks, draft)
+        async with aclosing(chunks):
+            written = await _copy(chunks, draft)
         if written != size:
             raise BadRequest(f"the body has {written} bytes, {size} were announced")
         os.replace(draft, path)
@@ -86,7 +88,7 @@ async def write_stream(chunks: AsyncIterator[bytes], size: int) -> Spooled:
     return Spooled(str(path), written)
 
 
-async def _copy(chunks: AsyncIterator[bytes], draft: Path) -> int:
+async def _copy(chunks: AsyncGenerator[bytes, None], draft: Path) -> int:
     head = b""
     written = 0
     with open(draft, "wb") as file:
