@@ -105,13 +105,28 @@ class ModuleWeights:
     def commit(self, staging: Staging) -> None:
         assert isinstance(staging, ModuleStaging)
         for name, tensor in staging.tensors.items():
-            self.live[name].copy_(tensor)
+            overwrite(self.live[name], tensor)
 
     def read(self, name: str, count: int) -> list[float]:
         if name not in self.live:
             raise WeightError(f"the model has no parameter {name}", err_type="not_found")
         values: list[float] = self.live[name].flatten()[:count].float().tolist()
         return values
+
+
+def overwrite(live: torch.Tensor, new: torch.Tensor) -> None:
+    """``live`` holds the values of ``new``: same shape, dtype and device, both contiguous.
+
+    On CPU by one thread: torch's own threads meet at a barrier for each tensor, and where another
+    process has the second core that made 270 MB take 900 ms instead of 90 (measured on 2 cores).
+    """
+    if live.device.type != "cpu" or not live.numel():
+        live.copy_(new)
+        return
+    import numpy
+
+    target, source = (t.detach().view(-1).view(torch_dtypes()["U8"]).numpy() for t in (live, new))
+    numpy.copyto(target, source)
 
 
 def check_spec(spec: TensorSpec, shape: tuple[int, ...]) -> None:
