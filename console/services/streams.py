@@ -372,12 +372,16 @@ class StreamHub:
 
 
 def delta_fields(row: StrRow) -> dict[str, Any]:
-    """A ``delta`` frame; candidates are ``[[id, logprob], ...]`` per token, best first."""
+    """A ``delta`` frame; candidates are ``[[id, logprob], ...]`` per token, best first.
+
+    ``made_at`` is when its newest token was sampled.
+    """
     fields: dict[str, Any] = {
         "type": "delta",
         "text": row.text,
         "token_ids": row.output_ids,
         "epochs": join_runs(row.epochs),
+        "made_at": row.made_at,
     }
     if row.output_logprobs is not None:
         fields["logprobs"] = row.output_logprobs.values

@@ -5,11 +5,12 @@ Path: native.py -> here -> kernels/. On CPU the operators are their references a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.nn import functional
 
+from engine.config import EngineConfig
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
 from engine.model.layout import Layout, Shard, assemble
@@ -31,7 +32,6 @@ SPLIT_TOKENS = 256  # of the decode kernel when rows must not depend on their ba
 class EagerDecoder:
     """One rank's decoder. ``weights`` are by layout name, norms as the checkpoint has them."""
 
-    weight_form = "plain"
     draw = staticmethod(draw_rows)
 
     def __init__(
@@ -41,10 +41,11 @@ class EagerDecoder:
         parts: Layout,
         weights: Mapping[str, torch.Tensor],
         *,
+        store: Callable[[str, torch.Tensor], torch.Tensor],
         tables: list[torch.Tensor],
         cache: KVCache,
         group: Group | None,
-        deterministic: bool,
+        config: EngineConfig,
     ) -> None:
         self._spec = spec
         self._shard = shard
@@ -57,12 +58,13 @@ class EagerDecoder:
                 if key == "head" or weights[key] is not weights["head"]
             },
             {key: [weight] for key, weight in weights.items()},
-            pack=lambda key, read: [assemble(parts[key], read)],
+            pack=lambda key, read: [store(key, assemble(parts[key], read))],
         )
         self._tables = tables
         self._cache = cache
         self._group = group
-        self._split_tokens = SPLIT_TOKENS if deterministic else None
+        self._split_tokens = SPLIT_TOKENS if config.deterministic else None
+        self.weight_form: str = config.weights
         self.parameter_bytes = sum(w.numel() * w.element_size() for w in weights.values())
 
     def hidden(self, batch: Batch) -> torch.Tensor:

@@ -7,13 +7,14 @@ cache without gathering it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError
+from engine.model import quant
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
@@ -125,33 +126,46 @@ def _make_decoder(
             config=config,
             dtype=dtype,
         )
-    if config.weights != "plain":
-        raise ConfigError(f"weights {config.weights} needs the C++ operators: set it to plain")
+    device = torch.device(config.device)
+
+    def store(name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A copy: pages of the checkpoint would change when a trainer rewrites it."""
+        copied = weight.to(device, dtype, copy=True)
+        return _quantised(name, copied) if config.weights == "int4" else copied
+
     return EagerDecoder(
         spec,
         shard,
         parts,
-        _read_weights(parts, checkpoint, dtype, torch.device(config.device)),
-        tables=[table.to(config.device) for table in tables],
+        _read_weights(parts, checkpoint, store),
+        store=store,
+        tables=[table.to(device) for table in tables],
         cache=cache,
         group=group,
-        deterministic=config.deterministic,
+        config=config,
     )
 
 
 def _read_weights(
-    parts: Layout, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+    parts: Layout, checkpoint: Checkpoint, store: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    weights = {  # copies: pages of the file would change when a trainer rewrites it
-        name: assemble(sources, checkpoint.read).to(device, dtype, copy=True)
-        for name, sources in parts.items()
+    weights = {
+        name: store(name, assemble(sources, checkpoint.read)) for name, sources in parts.items()
     }
     if (
         parts["head"][0].name == parts["embedding"][0].name
         and weights["head"].shape == weights["embedding"].shape
+        and torch.equal(weights["head"], weights["embedding"])
     ):
         weights["head"] = weights["embedding"]  # tied: one storage
     return weights
+
+
+def _quantised(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The values of a matrix's quantised form; see ``CpuDecoder`` for the head."""
+    if name == "head":
+        return quant.int8(weight)
+    return quant.int4(weight) if weight.dim() == 2 and name != "embedding" else weight
 
 
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:
