@@ -8,12 +8,14 @@ cache without gathering it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from engine.config import EngineConfig
+from engine.dumps.capture import View
 from engine.model import quant
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
@@ -21,12 +23,16 @@ from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Layout, Shard, assemble, layout
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
+from engine.model.native_instrument import NativeInstrument
 from engine.model.native_ops import CpuDecoder
 from engine.model.packed_weights import PackedWeights
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
+from engine.model.tapped_decoder import TappedDecoder, decoder_points
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
+
+EagerT = TypeVar("EagerT", bound=EagerDecoder)
 
 
 class Decoder(Protocol):
@@ -82,6 +88,36 @@ class NativeBackend:
         self.parameter_bytes = self._decoder.parameter_bytes
         self.weights = self._decoder.weights
         self.weights.show(Checkpoint(directory.path).read)
+        self.instrument = NativeInstrument(
+            decoder_points(spec, shard.size),
+            partial(self._make_tapped, config, directory, shard, dtype),
+            form=f"native eager {config.dtype} {config.weights}",
+            is_live=isinstance(self._decoder, EagerDecoder),
+        )
+
+    def _make_tapped(
+        self,
+        config: EngineConfig,
+        directory: ModelDirectory,
+        shard: Shard,
+        dtype: torch.dtype,
+        paths: tuple[str, ...],
+    ) -> TappedDecoder:
+        """Over the live weights where they are tensors, else over those of ``paths``."""
+        live = self._decoder.weights.live
+        weights = None
+        if isinstance(self._decoder, EagerDecoder):
+            weights = {name: tensors[0] for name, tensors in live.items()}
+        return _make_eager(
+            TappedDecoder, config, directory, self._spec, shard, self._cache, dtype, self._group,
+            Checkpoint(*map(Path, paths)) if paths else Checkpoint(directory.path), weights,
+        )  # fmt: skip
+
+    def forward_tapped(
+        self, batch: Batch, keep: torch.Tensor, want_hidden: bool, view: View
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, normed = self.instrument.decoder.tapped(batch, keep, view)
+        return logits, normed if want_hidden else None
 
     def memory(self, tag: str) -> list[torch.Tensor]:
         if tag == "kv_cache":
@@ -108,8 +144,6 @@ def _make_decoder(
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
-    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
-    tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
     parts, checkpoint = layout(spec, shard), Checkpoint(directory.path)
@@ -120,26 +154,51 @@ def _make_decoder(
             shard,
             parts,
             checkpoint.read,
-            tables=tables,
+            tables=_tables(config, directory, spec),
             cache=cache,
             group=group,
             config=config,
             dtype=dtype,
         )
-    device = torch.device(config.device)
+    return _make_eager(
+        EagerDecoder, config, directory, spec, shard, cache, dtype, group, checkpoint
+    )
+
+
+def _tables(
+    config: EngineConfig, directory: ModelDirectory, spec: DecoderSpec
+) -> list[torch.Tensor]:
+    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
+    return [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
+
+
+def _make_eager(
+    kind: type[EagerT],
+    config: EngineConfig,
+    directory: ModelDirectory,
+    spec: DecoderSpec,
+    shard: Shard,
+    cache: KVCache,
+    dtype: torch.dtype,
+    group: Group | None,
+    checkpoint: Checkpoint,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> EagerT:
+    """``weights`` as they are, or read from ``checkpoint``."""
+    device, parts = torch.device(config.device), layout(spec, shard)
 
     def store(name: str, weight: torch.Tensor) -> torch.Tensor:
         """A copy: pages of the checkpoint would change when a trainer rewrites it."""
         copied = weight.to(device, dtype, copy=True)
         return _quantised(name, copied) if config.weights == "int4" else copied
 
-    return EagerDecoder(
+    return kind(
         spec,
         shard,
         parts,
-        _read_weights(parts, checkpoint, store),
+        _read_weights(parts, checkpoint, store) if weights is None else weights,
         store=store,
-        tables=[table.to(device) for table in tables],
+        tables=[table.to(device) for table in _tables(config, directory, spec)],
         cache=cache,
         group=group,
         config=config,

@@ -29,6 +29,7 @@ from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up
 from engine.router.control import ControlDesk, Operation, Outcome
 from engine.router.ledger import Spool, load_ledger, save_ledger
 from engine.router.operations import Operations
+from engine.router.recording_files import drop_recording, open_recording
 from engine.router.registry import Entry, Registry
 from engine.router.requests import RequestDesk
 from engine.router.state import EngineState
@@ -291,6 +292,12 @@ class Router:
         for dp in groups:
             self._send_call("", op, dp)
 
+    def open_recording(self, kind: m.RecordingKind, directory: str, recording_id: str) -> None:
+        open_recording(self.config, kind, Path(directory), recording_id)
+
+    def drop_recording(self, kind: m.RecordingKind, directory: str, recording_id: str) -> None:
+        drop_recording(kind, Path(directory), recording_id)
+
     def effective_paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         try:
             return effective(paths)
@@ -426,14 +433,21 @@ class Router:
         return note
 
     def _run_internal(self, name: str, operation: Operation) -> None:
+        self._run_uncalled(name, operation, time.time() + INTERNAL_DEADLINE_S, exclusive=True)
+
+    def run_beside(self, name: str, operation: Operation, deadline: float) -> None:
+        self._run_uncalled(name, operation, deadline, exclusive=False)
+
+    def _run_uncalled(
+        self, name: str, operation: Operation, deadline: float, *, exclusive: bool
+    ) -> None:
         """An operation that nobody called: its outcome goes to the log."""
-        now = time.time()
-        call = m.Call(id="", deadline=now + INTERNAL_DEADLINE_S, actor="router")
+        call = m.Call(id="", deadline=deadline, actor="router")
 
         def note(outcome: Outcome) -> None:
             log.info("%s: %s %s", name, "done" if outcome.success else "failed", outcome.message)
 
-        self.control.submit(name, call, operation, note, exclusive=True, now=now)
+        self.control.submit(name, call, operation, note, exclusive=exclusive, now=time.time())
 
     def _answer(self, message: m.ControlReq, outcome: Outcome) -> None:
         if not message.call.id:

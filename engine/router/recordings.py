@@ -1,0 +1,186 @@
+"""Profiles and dumps as the router runs them: one of each kind at a time, over all ranks.
+
+Path: client.py -> operations.py -> here -> scheduler/recording.py on every rank. A start is
+answered when every rank has armed; a watch of the router's own then waits until every rank has
+written, so a recording is over when its files are complete or its rank is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine import messages as m
+from engine.router.control import FanOut, Operation, Outcome, Until, at_once, gathered, refusal
+from engine.router.front import Front
+
+WRITE_S = 120.0  # after a recording's last second: for the ranks to write their files
+KEEP_ENDED = 64
+
+
+@dataclass(slots=True)
+class Active:
+    """A recording that some rank may still write."""
+
+    kind: m.RecordingKind
+    id: str
+    directory: str
+    groups: list[int]
+    ranks: list[str]
+    started_at: float
+    until: float
+
+    def told(self) -> dict[str, Any]:
+        return {
+            f"{self.kind}_id": self.id,
+            "directory": self.directory,
+            "ranks": self.ranks,
+            "started_at": self.started_at,
+            "until": self.until,
+        }
+
+
+class Recordings:
+    """The operations of profiles and dumps."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._open: dict[m.RecordingKind, Active] = {}
+        self._ended: dict[tuple[str, str], Outcome] = {}
+
+    def profile(self, message: m.ProfileReqInput) -> Operation:
+        spec = message.spec
+        active = self._begin("profile", spec.profile_id, spec.directory, spec.max_seconds)
+        op = m.StartProfile(spec=spec)
+        answers = yield FanOut(op, active.groups, message.call.deadline)
+        return self._armed(active, answers)
+
+    def dump(self, message: m.LazyDumpTensorsReqInput) -> Operation:
+        """Exclusive: no commit of weights comes between preparing the second forward and arming."""
+        spec, front = message.spec, self._front
+        active = self._begin("dump", spec.dump_id, spec.directory, spec.max_seconds)
+        for dp in active.groups:
+            paths = front.ledger.epochs[front.ledger.epoch_of(dp)].paths
+            answers = yield FanOut(m.PrepareDump(paths=paths), [dp], message.call.deadline)
+            if not (outcome := gathered(answers)).success:
+                self._discard(active, outcome.message)
+                return outcome
+        op = m.ArmDump(spec=spec)
+        answers = yield FanOut(op, active.groups, message.call.deadline)
+        return self._armed(active, answers)
+
+    def stop(self, message: m.StopRecordingReqInput) -> Operation:
+        active = self._open.get(message.recording)
+        if active is None or message.id not in (None, active.id):
+            raise refusal(409, "conflict", f"no such {message.recording} is running")
+        reason = f"stopped by {message.call.actor}"
+        op = m.StopRecording(kind=message.recording, id=active.id, reason=reason)
+        yield FanOut(op, active.groups, message.call.deadline)
+        outcome = yield from self._until_ended(active, message.call.deadline)
+        return outcome
+
+    def wait(self, message: m.WaitRecordingReqInput) -> Operation:
+        active = self._open.get(message.recording)
+        if active is not None and active.id == message.id:
+            outcome: Outcome = yield from self._until_ended(active, message.call.deadline)
+            return outcome
+        ended = self._ended.get((message.recording, message.id))
+        if ended is None:
+            raise refusal(404, "not_found", f"this engine ran no {message.recording} {message.id}")
+        return ended
+
+    def running(self, message: m.GetRecordingsReqInput) -> Operation:
+        def work() -> Outcome:
+            return Outcome(result={"open": {a.kind: a.told() for a in self._open.values()}})
+
+        return at_once(work)
+
+    def write_dump(self, message: m.WriteDumpReqInput) -> Operation:
+        active = self._open.get("dump")
+        if active is None:
+            raise refusal(409, "conflict", "no dump is armed")
+        answers = yield FanOut(m.WriteDump(), active.groups, message.call.deadline)
+        return gathered(answers)
+
+    def points(self, message: m.GetDumpPointsReqInput) -> Operation:
+        """Of one group: all run the same model."""
+        groups = self._front.state.serving_groups()[:1]
+        if not groups:
+            raise refusal(503, "engine_unreachable", "no dp group serves")
+        answers = yield FanOut(m.ListDumpPoints(), groups, message.call.deadline)
+        return gathered(answers, **answers[0].result)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _begin(self, kind: m.RecordingKind, id_: str, directory: str, seconds: float) -> Active:
+        front = self._front
+        if (other := self._open.get(kind)) is not None:
+            text = f"{kind} {other.id} is running"
+            raise refusal(409, "conflict", text, **{f"{kind}_id": other.id})
+        groups = front.state.serving_groups()
+        if not groups:
+            raise refusal(503, "engine_unreachable", "no dp group serves")
+        now = front.now()
+        ranks = [f"dp{dp}-tp{tp}" for dp in range(front.config.dp) for tp in range(front.config.tp)]
+        active = Active(kind, id_, directory, groups, ranks, now, now + seconds)
+        try:
+            front.open_recording(kind, directory, id_)
+        except OSError as error:
+            text = f"cannot write into {directory}: {error.strerror}"
+            raise refusal(507, "no_space", text) from error
+        self._open[kind] = active
+        return active
+
+    def _armed(self, active: Active, answers: list[m.RankAnswer]) -> Outcome:
+        outcome = gathered(answers)
+        if not outcome.success:
+            self._discard(active, outcome.message)
+            return outcome
+        name = f"{active.kind} {active.id}"
+        self._front.run_beside(name, self._watch(active), active.until + WRITE_S)
+        return replace(outcome, result=active.told())
+
+    def _discard(self, active: Active, why: str) -> None:
+        """It did not start everywhere, so it starts nowhere."""
+        del self._open[active.kind]
+        op = m.StopRecording(kind=active.kind, id=active.id, reason=why)
+        self._front.tell(op, active.groups)
+        self._front.drop_recording(active.kind, active.directory, active.id)
+
+    def _watch(self, active: Active) -> Operation:
+        op = m.WaitRecording(kind=active.kind, id=active.id)
+        answers = yield FanOut(op, active.groups, active.until + WRITE_S)
+        del self._open[active.kind]
+        outcome = ended(active, answers)
+        self._ended[active.kind, active.id] = outcome
+        while len(self._ended) > KEEP_ENDED:
+            del self._ended[next(iter(self._ended))]
+        return outcome
+
+    def _until_ended(self, active: Active, deadline: float) -> Operation:
+        over = yield Until(lambda: self._open.get(active.kind) is not active, deadline)
+        if not over:
+            text = f"{active.kind} {active.id} is still being written"
+            raise refusal(504, "deadline_exceeded", text)
+        return self._ended[active.kind, active.id]
+
+
+def ended(active: Active, answers: list[m.RankAnswer]) -> Outcome:
+    """What became of it, rank by rank. No success if a rank is missing or could not write."""
+    by_name = {f"dp{answer.dp}-tp{answer.tp}": answer for answer in answers}
+    ranks: dict[str, Any] = {}
+    for name in active.ranks:
+        answer = by_name.get(name)
+        if answer is None:
+            ranks[name] = {"error": "its group did not serve", "missing": True}
+        elif not answer.success:
+            ranks[name] = {"error": answer.message, "missing": True}
+        else:
+            ranks[name] = {**answer.result, "missing": False}
+    errors = [f"{name}: {said['error']}" for name, said in ranks.items() if said["error"]]
+    missing = [name for name, said in ranks.items() if said["missing"]]
+    result = {**active.told(), "ranks": ranks, "missing": missing}
+    if not errors:
+        return Outcome(result=result)
+    status, kind = (200, "partial") if missing else (507, "not_written")
+    return Outcome(False, status, kind, "; ".join(errors), result)
