@@ -168,7 +168,7 @@ class Router:
             m.AbortReq: self._on_abort,
             m.GetFleetReqInput: self._on_get_fleet,
             m.GetOutcomeReqInput: self._on_get_outcome,
-            m.RequestEnded: self.desk.ended,
+            m.RequestEnded: self._on_request_ended,
             m.RankLoad: self._on_rank_load,
             m.RankReply: self._on_rank_reply,
             m.ProcessUp: self._on_process_up,
@@ -473,6 +473,10 @@ class Router:
         self.control.on_answer(message.call_id, message.answer, time.time())
 
     # ------------------------------------------------------------------ processes
+
+    def _on_request_ended(self, message: m.RequestEnded) -> None:
+        self.desk.ended(message)
+        self.operations.recordings.requests_ended(message.rids)
 
     def _on_rank_load(self, load: m.RankLoad) -> None:
         rank = self.state.ranks.get((load.dp, load.tp))

@@ -7,7 +7,8 @@ written, so a recording is over when its files are complete or its rank is gone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine import messages as m
@@ -20,7 +21,10 @@ KEEP_ENDED = 64
 
 @dataclass(slots=True)
 class Active:
-    """A recording that some rank may still write."""
+    """A recording that some rank may still write; ``writing`` are the groups of those ranks.
+
+    ``rids``: the requests that a dump wants, empty for all; ``gone``: those of them that ended.
+    """
 
     kind: m.RecordingKind
     id: str
@@ -29,6 +33,10 @@ class Active:
     ranks: list[str]
     started_at: float
     until: float
+    rids: frozenset[str] = frozenset()
+    gone: set[str] = field(default_factory=set)
+    writing: set[int] = field(default_factory=set)
+    answers: list[m.RankAnswer] = field(default_factory=list)
 
     def told(self) -> dict[str, Any]:
         return {
@@ -58,7 +66,7 @@ class Recordings:
     def dump(self, message: m.LazyDumpTensorsReqInput) -> Operation:
         """Exclusive: no commit of weights comes between preparing the second forward and arming."""
         spec, front = message.spec, self._front
-        active = self._begin("dump", spec.dump_id, spec.directory, spec.max_seconds)
+        active = self._begin("dump", spec.dump_id, spec.directory, spec.max_seconds, spec.rids)
         for dp in active.groups:
             paths = front.ledger.epochs[front.ledger.epoch_of(dp)].paths
             answers = yield FanOut(m.PrepareDump(paths=paths), [dp], message.call.deadline)
@@ -112,7 +120,23 @@ class Recordings:
 
     # ------------------------------------------------------------------ helpers
 
-    def _begin(self, kind: m.RecordingKind, id_: str, directory: str, seconds: float) -> Active:
+    def requests_ended(self, rids: Iterable[str]) -> None:
+        """A dump of named requests ends with the last of them, on every group."""
+        active = self._open.get("dump")
+        if active is None or not active.rids:
+            return
+        active.gone |= active.rids.intersection(rids)
+        if active.gone == active.rids:
+            self._tell_stop(active, active.groups, "the requests ended")
+
+    def _begin(
+        self,
+        kind: m.RecordingKind,
+        id_: str,
+        directory: str,
+        seconds: float,
+        rids: frozenset[str] = frozenset(),
+    ) -> Active:
         front = self._front
         if (other := self._open.get(kind)) is not None:
             text = f"{kind} {other.id} is running"
@@ -122,7 +146,7 @@ class Recordings:
             raise refusal(503, "engine_unreachable", "no dp group serves")
         now = front.now()
         ranks = [f"dp{dp}-tp{tp}" for dp in range(front.config.dp) for tp in range(front.config.tp)]
-        active = Active(kind, id_, directory, groups, ranks, now, now + seconds)
+        active = Active(kind, id_, directory, groups, ranks, now, now + seconds, rids)
         try:
             front.open_recording(kind, directory, id_)
         except OSError as error:
@@ -136,26 +160,41 @@ class Recordings:
         if not outcome.success:
             self._discard(active, outcome.message)
             return outcome
-        name = f"{active.kind} {active.id}"
-        self._front.run_beside(name, self._watch(active), active.until + WRITE_S)
+        active.writing = set(active.groups)
+        for dp in active.groups:
+            name = f"{active.kind} {active.id} on dp{dp}"
+            self._front.run_beside(name, self._watch(active, dp), active.until + WRITE_S)
         return replace(outcome, result=active.told())
 
     def _discard(self, active: Active, why: str) -> None:
         """It did not start everywhere, so it starts nowhere."""
         del self._open[active.kind]
-        op = m.StopRecording(kind=active.kind, id=active.id, reason=why)
-        self._front.tell(op, active.groups)
+        self._tell_stop(active, active.groups, why)
         self._front.drop_recording(active.kind, active.directory, active.id)
 
-    def _watch(self, active: Active) -> Operation:
+    def _tell_stop(self, active: Active, groups: list[int], reason: str) -> None:
+        self._front.tell(m.StopRecording(kind=active.kind, id=active.id, reason=reason), groups)
+
+    def _watch(self, active: Active, dp: int) -> Operation:
         op = m.WaitRecording(kind=active.kind, id=active.id)
-        answers = yield FanOut(op, active.groups, active.until + WRITE_S)
-        del self._open[active.kind]
-        outcome = ended(active, answers)
-        self._ended[active.kind, active.id] = outcome
-        while len(self._ended) > KEEP_ENDED:
-            del self._ended[next(iter(self._ended))]
-        return outcome
+        answers = yield FanOut(op, [dp], active.until + WRITE_S)
+        active.answers += answers
+        active.writing.discard(dp)
+        if active.writing:
+            self._stop_idle(active)
+        else:
+            del self._open[active.kind]
+            self._ended[active.kind, active.id] = ended(active)
+            while len(self._ended) > KEEP_ENDED:
+                del self._ended[next(iter(self._ended))]
+        return gathered(answers)
+
+    def _stop_idle(self, active: Active) -> None:
+        """Groups that wait for requests which run elsewhere, where the dump is over."""
+        over = [dp for dp in active.groups if dp not in active.writing]
+        placed = active.gone | {entry.rid for entry in self._front.live(over)}
+        if active.rids and active.rids <= placed:
+            self._tell_stop(active, sorted(active.writing), "its requests ran elsewhere")
 
     def _until_ended(self, active: Active, deadline: float) -> Operation:
         over = yield Until(lambda: self._open.get(active.kind) is not active, deadline)
@@ -165,9 +204,9 @@ class Recordings:
         return self._ended[active.kind, active.id]
 
 
-def ended(active: Active, answers: list[m.RankAnswer]) -> Outcome:
+def ended(active: Active) -> Outcome:
     """What became of it, rank by rank. No success if a rank is missing or could not write."""
-    by_name = {f"dp{answer.dp}-tp{answer.tp}": answer for answer in answers}
+    by_name = {f"dp{answer.dp}-tp{answer.tp}": answer for answer in active.answers}
     ranks: dict[str, Any] = {}
     for name in active.ranks:
         answer = by_name.get(name)
