@@ -11,8 +11,9 @@ import asyncio
 from django.conf import settings
 from redis.asyncio import Redis
 
+from console.services.chronicle import Chronicle
 from console.services.feed import FleetFeed
-from console.services.lineage import Lineage
+from console.services.jobs_feed import JobsFeed
 from console.services.sockets import Sockets
 from console.services.streams import StreamHub
 from engine.client import EngineClient
@@ -29,7 +30,8 @@ class Worker:
         self.valkey: Redis = Redis.from_url(settings.REDIS_URL, socket_timeout=1.0)
         self.hub = StreamHub(worker=worker_id, grace_s=settings.QUARTERDECK_RESUME_GRACE_S)
         self.feed = FleetFeed()
-        self.lineage = Lineage()
+        self.chronicle = Chronicle()
+        self.jobs = JobsFeed()
         self.sockets = Sockets()
         self.pumps: set[asyncio.Task[None]] = set()  # each carries one stream to one socket
         self.leaving = False

@@ -427,6 +427,7 @@ class Reserve(Request):
     priority: int = 0
     dp_rank: int | None = None
     deadline: float | None = None
+    actor: str = ""  # for people who look at the table of requests
 
 
 class TokenizedGenerateReqInput(Request):
@@ -886,6 +887,15 @@ class EpochLabel(Value, frozen=True):
     job: str = ""
 
 
+class Notice(Value, frozen=True):
+    """Something that the engine did by its own rules; ``id`` is never used twice."""
+
+    id: str
+    at: float
+    kind: str
+    text: str
+
+
 class FleetSnapshot(Broadcast):
     """Once a second, to every inbox: the router's heartbeat and the live picture."""
 
@@ -897,6 +907,7 @@ class FleetSnapshot(Broadcast):
     epochs: dict[int, EpochLabel] = {}  # the newest ones; older ones by GetEpochReqInput
     pause_until: float | None = None
     session: str | None = None  # the open weight session
+    notices: list[Notice] = []  # the newest few
     counters: dict[str, int] = {}
 
 

@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from console.api.errors import BadField
 from console.api.schemas import GenerateBody, NativeSampling
+from console.fields import BadField
 from engine.client import GenerateReqInput
 from engine.messages import LogprobParams, SamplingParams
 

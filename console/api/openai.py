@@ -20,7 +20,7 @@ from django.views.decorators.http import require_GET, require_POST
 from console.access import requires
 from console.api import meta
 from console.api.answers import json_answer
-from console.api.errors import BadField, ModelNotFound, NotSupported
+from console.api.errors import ModelNotFound, NotSupported
 from console.api.expand import for_sample
 from console.api.schemas import (
     ChatCompletionBody,
@@ -31,6 +31,7 @@ from console.api.schemas import (
     refuse_fields,
 )
 from console.api.sse import DONE, event, event_stream
+from console.fields import BadField
 from console.http import ApiRequest
 from console.services import inference
 from console.services.rows import collect

@@ -15,6 +15,9 @@ NAV: list[list[tuple[str, str, str, str]]] = [  # name, label, url, the right th
     [
         ("fleet", "Fleet", "/fleet/", "view_fleet"),
         ("playground", "Playground", "/playground/", "view_fleet"),
+        ("requests", "Requests", "/requests/", "view_jobs"),
+        ("weights", "Weights", "/weights/", "view_fleet"),
+        ("jobs", "Jobs", "/jobs/", "view_jobs"),
     ],
     [
         ("connect", "Connect", "/connect/", "view_fleet"),

@@ -5,18 +5,19 @@ Path: native.py -> here -> kernels/. On CPU the operators are their references a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from engine.config import EngineConfig
+from engine.model import quant
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
-from engine.model.layout import Layout, Shard, assemble
-from engine.model.packed_weights import PackedWeights
+from engine.model.layout import Layout, Shard
 from engine.model.sampler import draw_rows
 from engine.model.spec import DecoderSpec
+from engine.model.targets import Target, TensorTarget
 from engine.scheduler.ranks import Group
 from kernels.attention_tile import PagedContext, Scores
 from kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
@@ -26,12 +27,14 @@ from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary import rotary
 from kernels.store_kv import store_kv
 
+Rounding = Callable[[torch.Tensor], torch.Tensor]
 SPLIT_TOKENS = 256  # of the decode kernel when rows must not depend on their batch
 
 
 class EagerDecoder:
-    """One rank's decoder. ``weights`` are by layout name, norms as the checkpoint has them."""
+    """One rank's decoder; see ``native.Decoder``. Norm weights are as the checkpoint has them."""
 
+    name = "eager"
     draw = staticmethod(draw_rows)
 
     def __init__(
@@ -39,33 +42,51 @@ class EagerDecoder:
         spec: DecoderSpec,
         shard: Shard,
         parts: Layout,
-        weights: Mapping[str, torch.Tensor],
         *,
-        store: Callable[[str, torch.Tensor], torch.Tensor],
         tables: list[torch.Tensor],
         cache: KVCache,
         group: Group | None,
         config: EngineConfig,
+        dtype: torch.dtype,
     ) -> None:
         self._spec = spec
         self._shard = shard
-        self._weights = weights
-        self.weights = PackedWeights(
-            parts,
-            {
-                key: (key,)
-                for key in weights
-                if key == "head" or weights[key] is not weights["head"]
-            },
-            {key: [weight] for key, weight in weights.items()},
-            pack=lambda key, read: [store(key, assemble(parts[key], read))],
-        )
         self._tables = tables
         self._cache = cache
         self._group = group
         self._split_tokens = SPLIT_TOKENS if config.deterministic else None
         self.weight_form: str = config.weights
-        self.parameter_bytes = sum(w.numel() * w.element_size() for w in weights.values())
+        self.targets: list[Target] = []
+        self._weights: dict[str, torch.Tensor] = {}
+        for name in parts:
+            self._place(name, parts, dtype, torch.device(config.device))
+        self.storages = list({id(w): w for w in self._weights.values()}.values())
+        self.parameter_bytes = sum(w.numel() * w.element_size() for w in self.storages)
+
+    def _place(self, name: str, parts: Layout, dtype: torch.dtype, device: torch.device) -> None:
+        """Memory for a layout entry, and the targets that fill it row by row."""
+        sources = parts[name]
+        if name == "head" and sources == parts["embedding"] and self.weight_form == "plain":
+            self._weights[name] = self._weights["embedding"]
+            return
+        rows = sum(source.part_shape[0] for source in sources)
+        rows = self._shard.vocabulary if name == "head" else rows
+        storage = torch.zeros(rows, *sources[0].part_shape[1:], dtype=dtype, device=device)
+        self._weights[name] = storage
+        first = 0
+        for source in sources:
+            where = storage[first : first + source.part_shape[0]]
+            self.targets.append(TensorTarget(source, where, self._rounding(name, storage)))
+            first += source.part_shape[0]
+
+    def _rounding(self, name: str, storage: torch.Tensor) -> Rounding | None:
+        """Gives int4 models the values of their quantised matrices, as native_ops.py has them."""
+        if self.weight_form == "plain" or storage.dim() < 2 or name == "embedding":
+            return None
+        return quant.int8 if name == "head" else quant.int4
+
+    def close(self) -> None:
+        """Nothing is held beyond the process."""
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The residual stream behind the last layer, [tokens, hidden]."""

@@ -124,6 +124,9 @@ class HfBackend:
         assert cache is not None
         return [*cache.keys, *cache.values]
 
+    def close(self) -> None:
+        """Nothing is held beyond the process."""
+
     def _probe(self, directory: ModelDirectory) -> None:
         """One token through the model, to learn the shapes of its cache and refuse what cannot be.
 

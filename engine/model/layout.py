@@ -29,6 +29,15 @@ class Source:
     rows: tuple[int, int] | None = None
     columns: tuple[int, int] | None = None
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        spans = (self.rows, self.columns)
+        return tuple(
+            size if span is None else span[1] - span[0]
+            for size, span in zip(self.shape, spans, strict=False)
+        )
+
     def take(self, read: Read) -> torch.Tensor:
         """This rank's part. Raises ConfigError if the tensor has another shape."""
         tensor = read(self.name)
@@ -85,6 +94,8 @@ def layout(spec: DecoderSpec, shard: Shard) -> Layout:
 
 def _head(spec: DecoderSpec, shard: Shard) -> Source:
     name = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
+    if shard.size == 1:
+        return Source(name, (spec.vocabulary, spec.hidden))
     first = shard.rank * shard.vocabulary
     rows = (min(first, spec.vocabulary), min(first + shard.vocabulary, spec.vocabulary))
     return Source(name, (spec.vocabulary, spec.hidden), rows=rows)
@@ -158,19 +169,3 @@ def _by_rows(name: str, rows: int, columns: int | None, shard: Shard) -> Source:
 def _by_columns(name: str, rows: int, columns: int, shard: Shard) -> Source:
     share = columns // shard.size
     return Source(name, (rows, columns), columns=(shard.rank * share, (shard.rank + 1) * share))
-
-
-def shape_of(sources: tuple[Source, ...]) -> tuple[int, int]:
-    """[rows, columns] of a matrix of the layout on this rank."""
-    rows = sum(_extent(source.rows, source.shape[0]) for source in sources)
-    return rows, _extent(sources[0].columns, sources[0].shape[1])
-
-
-def _extent(span: tuple[int, int] | None, whole: int) -> int:
-    return whole if span is None else span[1] - span[0]
-
-
-def assemble(sources: tuple[Source, ...], read: Read) -> torch.Tensor:
-    """The tensor of a layout entry, in the dtype of the checkpoint."""
-    parts = [source.take(read) for source in sources]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

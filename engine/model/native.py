@@ -7,40 +7,35 @@ cache without gathering it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
-from engine.dumps.capture import View
-from engine.model import quant
 from engine.model.eager_decoder import EagerDecoder
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
-from engine.model.layout import Layout, Shard, assemble, layout
+from engine.model.layout import Shard, layout
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
-from engine.model.native_instrument import NativeInstrument
 from engine.model.native_ops import CpuDecoder
-from engine.model.packed_weights import PackedWeights
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
-from engine.model.tapped_decoder import TappedDecoder, decoder_points
+from engine.model.target_weights import TargetWeights
+from engine.model.targets import Target
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
 
-EagerT = TypeVar("EagerT", bound=EagerDecoder)
-
 
 class Decoder(Protocol):
-    """One rank's decoder over its share of the weights."""
+    """One rank's decoder over its share of the weights, which ``targets`` bring in."""
 
+    name: str
     weight_form: str
     parameter_bytes: int
-    weights: PackedWeights
+    targets: list[Target]
+    storages: list[torch.Tensor]  # what the targets write to
 
     def hidden(self, batch: Batch) -> torch.Tensor:
         """The residual stream behind the last layer, [tokens, hidden]."""
@@ -57,6 +52,8 @@ class Decoder(Protocol):
     def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
         """See ``sampler.draw_rows``."""
         ...
+
+    def close(self) -> None: ...
 
 
 class NativeBackend:
@@ -82,47 +79,18 @@ class NativeBackend:
             device=torch.device(config.device),
         )
         self._decoder = _make_decoder(config, directory, spec, shard, self._cache, dtype, group)
-        self.name = "native" if isinstance(self._decoder, CpuDecoder) else "eager"
+        self.name = self._decoder.name
         self.draw = self._decoder.draw
         self.weight_form = self._decoder.weight_form
         self.parameter_bytes = self._decoder.parameter_bytes
-        self.weights = self._decoder.weights
-        self.weights.show(Checkpoint(directory.path).read)
-        self.instrument = NativeInstrument(
-            decoder_points(spec, shard.size),
-            partial(self._make_tapped, config, directory, shard, dtype),
-            form=f"native eager {config.dtype} {config.weights}",
-            is_live=isinstance(self._decoder, EagerDecoder),
-        )
-
-    def _make_tapped(
-        self,
-        config: EngineConfig,
-        directory: ModelDirectory,
-        shard: Shard,
-        dtype: torch.dtype,
-        paths: tuple[str, ...],
-    ) -> TappedDecoder:
-        """Over the live weights where they are tensors, else over those of ``paths``."""
-        live = self._decoder.weights.live
-        weights = None
-        if isinstance(self._decoder, EagerDecoder):
-            weights = {name: tensors[0] for name, tensors in live.items()}
-        return _make_eager(
-            TappedDecoder, config, directory, self._spec, shard, self._cache, dtype, self._group,
-            Checkpoint(*map(Path, paths)) if paths else Checkpoint(directory.path), weights,
-        )  # fmt: skip
-
-    def forward_tapped(
-        self, batch: Batch, keep: torch.Tensor, want_hidden: bool, view: View
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        logits, normed = self.instrument.decoder.tapped(batch, keep, view)
-        return logits, normed if want_hidden else None
+        self.weights = TargetWeights(self._decoder.targets)
+        self.weights.load(Checkpoint(directory.path).read, config.rank_threads)
 
     def memory(self, tag: str) -> list[torch.Tensor]:
+        """See ``torch_runner.Backend``."""
         if tag == "kv_cache":
             return [*self._cache.keys, *self._cache.values]
-        return [tensor for tensors in self._decoder.weights.live.values() for tensor in tensors]
+        return self._decoder.storages
 
     def forward(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
@@ -134,6 +102,9 @@ class NativeBackend:
             logits = self._group.gather_columns(logits)[:, : self._spec.vocabulary]
         return logits, self._decoder.normed(x) if want_hidden else None
 
+    def close(self) -> None:
+        self._decoder.close()
+
 
 def _make_decoder(
     config: EngineConfig,
@@ -144,87 +115,33 @@ def _make_decoder(
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
+    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
+    tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
+    parts = layout(spec, shard)
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
-    parts, checkpoint = layout(spec, shard), Checkpoint(directory.path)
     if library is not None:
         return CpuDecoder(
             library,
             spec,
             shard,
             parts,
-            checkpoint.read,
-            tables=_tables(config, directory, spec),
+            tables=tables,
             cache=cache,
             group=group,
             config=config,
             dtype=dtype,
         )
-    return _make_eager(
-        EagerDecoder, config, directory, spec, shard, cache, dtype, group, checkpoint
-    )
-
-
-def _tables(
-    config: EngineConfig, directory: ModelDirectory, spec: DecoderSpec
-) -> list[torch.Tensor]:
-    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
-    return [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
-
-
-def _make_eager(
-    kind: type[EagerT],
-    config: EngineConfig,
-    directory: ModelDirectory,
-    spec: DecoderSpec,
-    shard: Shard,
-    cache: KVCache,
-    dtype: torch.dtype,
-    group: Group | None,
-    checkpoint: Checkpoint,
-    weights: dict[str, torch.Tensor] | None = None,
-) -> EagerT:
-    """``weights`` as they are, or read from ``checkpoint``."""
-    device, parts = torch.device(config.device), layout(spec, shard)
-
-    def store(name: str, weight: torch.Tensor) -> torch.Tensor:
-        """A copy: pages of the checkpoint would change when a trainer rewrites it."""
-        copied = weight.to(device, dtype, copy=True)
-        return _quantised(name, copied) if config.weights == "int4" else copied
-
-    return kind(
+    return EagerDecoder(
         spec,
         shard,
         parts,
-        _read_weights(parts, checkpoint, store) if weights is None else weights,
-        store=store,
-        tables=[table.to(device) for table in _tables(config, directory, spec)],
+        tables=[table.to(config.device) for table in tables],
         cache=cache,
         group=group,
         config=config,
+        dtype=dtype,
     )
-
-
-def _read_weights(
-    parts: Layout, checkpoint: Checkpoint, store: Callable[[str, torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    weights = {
-        name: store(name, assemble(sources, checkpoint.read)) for name, sources in parts.items()
-    }
-    if (
-        parts["head"][0].name == parts["embedding"][0].name
-        and weights["head"].shape == weights["embedding"].shape
-        and torch.equal(weights["head"], weights["embedding"])
-    ):
-        weights["head"] = weights["embedding"]  # tied: one storage
-    return weights
-
-
-def _quantised(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The values of a matrix's quantised form; see ``CpuDecoder`` for the head."""
-    if name == "head":
-        return quant.int8(weight)
-    return quant.int4(weight) if weight.dim() == 2 and name != "embedding" else weight
 
 
 def inverse_frequencies(rotary: RotarySpec, head_dim: int) -> torch.Tensor:

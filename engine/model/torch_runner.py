@@ -67,6 +67,8 @@ class Backend(Protocol):
         """See ``sampler.draw_rows``."""
         ...
 
+    def close(self) -> None: ...
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -127,7 +129,7 @@ class TorchRunner:
         self._memory.pop(tag).restore()
 
     def close(self) -> None:
-        """Nothing is held beyond the process."""
+        self._backend.close()
 
     def _compute(self, rows: list[PlanRow], results: list[SampledRow], tap: Tap | None) -> None:
         slots = [self._slots[row.slot] for row in rows]

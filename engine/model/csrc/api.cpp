@@ -53,10 +53,14 @@ int qd_use_huge_pages(char* memory, int64_t bytes) {
   return 0;
 }
 
-int qd_pack(int threads, int kind, const float* from, int rows, int columns, int first, int every, char* to) {
+int qd_pack(int kind, const float* from, int rows, int columns, char* to) {
+  return guarded([&] { qd::pack(static_cast<qd::Kind>(kind), from, rows, columns, to); });
+}
+
+int qd_unpack(int kind, const char* from, int rows, int columns, float* to) {
   return guarded([&] {
-    qd::Pool pool(threads);
-    qd::pack(pool, static_cast<qd::Kind>(kind), from, rows, columns, first, every, to);
+    const qd::Matrix matrix{from, nullptr, kind, rows, columns, 0};
+    for (int row = 0; row < rows; ++row) qd::unpack_row(matrix, row, 1.0f, to + static_cast<size_t>(row) * static_cast<size_t>(columns));
   });
 }
 

@@ -88,25 +88,36 @@ inline void pack_row(Kind kind, const float* row, int columns, int lane, char* p
   }
 }
 
-// Packs rows [rows, columns] into every `every`-th panel of `to`, from panel `first` on. `to` is zeroed
-// by the caller. Gate and up of a gated MLP are packed with every = 2 and first = 0 and 1.
-inline void pack(Pool& pool, Kind kind, const float* from, int rows, int columns, int first, int every, char* to) {
+// Packs rows [rows, columns] into panels; `to` is zeroed by the caller.
+inline void pack(Kind kind, const float* from, int rows, int columns, char* to) {
   const size_t bytes = panel_bytes(kind, columns);
-  pool.run((rows + PANEL - 1) / PANEL, [&](int p) {
-    char* panel = to + bytes * static_cast<size_t>(first + p * every);
-    for (int lane = 0; lane < std::min(PANEL, rows - p * PANEL); ++lane)
-      pack_row(kind, from + static_cast<size_t>(p * PANEL + lane) * static_cast<size_t>(columns), columns, lane, panel);
-  });
+  for (int row = 0; row < rows; ++row)
+    pack_row(kind, from + static_cast<size_t>(row) * static_cast<size_t>(columns), columns, row % PANEL, to + bytes * static_cast<size_t>(row / PANEL));
 }
 
-// One row of a FLOAT32 or BFLOAT16 matrix back as fp32: an embedding out of a packed output layer.
+// One value of a quantised panel.
+inline float unpack_code(Kind kind, const char* panel, int lane, int column) {
+  const char* group = panel + panel_bytes(kind, GROUP) * static_cast<size_t>(column / GROUP);
+  const int quad = column % GROUP / 4, byte = lane * 4 + column % 4;
+  const uint8_t* codes = reinterpret_cast<const uint8_t*>(group + 64);
+  const int code = kind == INT8 ? codes[quad * 64 + byte] : codes[quad / 2 * 64 + byte] >> (quad % 2 * 4) & 15;
+  const uint16_t* scales = reinterpret_cast<const uint16_t*>(group);
+  return _cvtsh_ss(scales[lane]) * static_cast<float>(code) + _cvtsh_ss(scales[PANEL + lane]);
+}
+
+// One row of a packed matrix back as fp32, times `scale`: for reading weights, and for embeddings out
+// of a packed output layer.
 inline void unpack_row(const Matrix& w, int row, float scale, float* to) {
   const char* panel = w.panel(row / PANEL);
   const int lane = row % PANEL;
   for (int k = 0; k < w.columns; ++k) {
-    to[k] = scale * (w.form() == FLOAT32
-                         ? reinterpret_cast<const float*>(panel)[k * PANEL + lane]
-                         : widen_one(reinterpret_cast<const bf16*>(panel)[k / 2 * 2 * PANEL + lane * 2 + k % 2]));
+    if (w.form() == FLOAT32) {
+      to[k] = scale * reinterpret_cast<const float*>(panel)[k * PANEL + lane];
+    } else if (w.form() == BFLOAT16) {
+      to[k] = scale * widen_one(reinterpret_cast<const bf16*>(panel)[k / 2 * 2 * PANEL + lane * 2 + k % 2]);
+    } else {
+      to[k] = scale * unpack_code(w.form(), panel, lane, k);
+    }
   }
 }
 

@@ -10,9 +10,8 @@ import pytest
 from safetensors.torch import save_file
 
 from engine.messages import LogprobParams
-from engine.model.loader import Checkpoint
+from engine.model.loader import SINGLE, Checkpoint
 from engine.model.runner import ModelRunner, make_runner
-from engine.weights.checkpoint import WeightError
 from engine.weights.groups import Groups
 from engine.weights.update import Stager
 from tests.engine.model.conftest import engine_config
@@ -54,16 +53,43 @@ def _candidates(directory: Path, backend: str, runner: ModelRunner | None = None
     return job.results[0].top
 
 
-def test_half_of_a_fused_matrix_is_refused_by_name(
-    tiny_model: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize("backend", ["native", "eager"])
+@pytest.mark.parametrize("weights", ["plain", "int4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.q_proj.bias",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.input_layernorm.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_one_tensor_of_a_fused_matrix_can_come_alone(
+    tiny_model: Callable[[str], Path], tmp_path: Path, backend: str, weights: str, name: str
 ) -> None:
-    source = tiny_model("llama")
-    name = "model.layers.0.mlp.up_proj.weight"
-    save_file({name: Checkpoint(source).read(name)}, tmp_path / "half.safetensors")
-    runner = make_runner(engine_config(source, backend="native"), dp=0, tp=0, group=None)
-    stager = Stager(runner.weights, Groups("cpu"), spools=False, dp=0)
-    with pytest.raises(WeightError, match=r"gate_proj\.weight"):
-        stager.stage("update", [str(tmp_path / "half.safetensors")])
+    """Afterwards the model is what a fresh start on the changed checkpoint is, bit for bit."""
+    source = tiny_model("qwen2")
+    read = Checkpoint(source).read
+    changed = read(name) * 1.5
+    save_file({name: changed}, tmp_path / "one.safetensors")
+    whole = tmp_path / "whole"
+    shutil.copytree(source, whole)
+    save_file({n: read(n) for n in Checkpoint(source).names} | {name: changed}, whole / SINGLE)
+    updated, fresh = (
+        make_runner(engine_config(path, backend=backend, weights=weights), dp=0, tp=0, group=None)
+        for path in (source, whole)
+    )
+    before = _candidates(source, backend, updated)
+    stager = Stager(updated.weights, Groups("cpu"), spools=False, dp=0)
+    stager.stage("update", [str(tmp_path / "one.safetensors")])
+    stager.commit("update")
+    assert _candidates(source, backend, updated) == _candidates(whole, backend, fresh) != before
+    values = changed.flatten()[:40].tolist()
+    tolerance = 1e-5 if weights == "plain" else 0.25
+    assert updated.weights.read(name, 40) == pytest.approx(values, abs=tolerance)
+    assert fresh.weights.read(name, 40) == updated.weights.read(name, 40)
 
 
 @pytest.mark.parametrize("backend", ["hf", "native", "eager"])
