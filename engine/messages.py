@@ -237,13 +237,14 @@ class StartProfile(RankOp, frozen=True):
 
 
 class PrepareDump(RankOp, frozen=True):
-    """Make the instrumented forward ready, on a thread. ``paths`` hold the live weights."""
+    """Make the instrumented forward ready, on a thread. ``paths`` hold ``epoch``'s weights."""
 
+    epoch: int
     paths: tuple[str, ...] = ()
 
 
 class ArmDump(RankOp, frozen=True):
-    """In band, after ``PrepareDump``."""
+    """In band, after ``PrepareDump``; refused when another epoch was committed between them."""
 
     spec: dump_points.DumpSpec
 
@@ -640,16 +641,17 @@ class ConfigureLoggingReq(ControlReq):
 
 
 class ProfileReqInput(ControlReq):
-    """Arms a profile on every rank. Its files are complete when ``WaitRecordingReqInput`` says so.
+    """Profiles every rank. Answered when all have armed (``result["open"]``); the outcome, known
+    under the call's key, comes when all have written: ``result["recorded"]`` says what, by rank.
 
-    ``result``: profile_id, directory, ranks. 409 while another profile runs.
+    409 while another profile runs.
     """
 
     spec: profile_spec.CaptureSpec
 
 
 class LazyDumpTensorsReqInput(ControlReq):
-    """Arms a dump on every rank. ``result``: dump_id, directory, ranks. 409 while one is armed."""
+    """Dumps tensors of every rank; answered as ``ProfileReqInput``. 409 while one is armed."""
 
     spec: dump_points.DumpSpec
 
@@ -662,7 +664,7 @@ class StopRecordingReqInput(ControlReq):
 
 
 class WaitRecordingReqInput(ControlReq):
-    """Answered when the recording has ended: ``result["ranks"]`` says what each rank wrote."""
+    """Answered when the recording has ended, with its outcome."""
 
     recording: RecordingKind
     id: str

@@ -7,25 +7,31 @@ them again, from where the present epoch has them; the eager decoder's are used 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from engine.dumps.points import DumpPoint
+from engine.model.loader import Checkpoint
 from engine.model.tapped_decoder import TappedDecoder
+from engine.model.target_weights import TargetWeights
 
 
 class NativeInstrument:
-    """``make(paths)`` builds the tapped decoder; see ``instrument.Instrument``."""
+    """See ``instrument.Instrument``. ``live`` is the decoder itself where it can be tapped; else
+    ``make`` builds one, whose weights are read from the epoch's paths or from ``model_path``."""
 
     def __init__(
         self,
         points: list[DumpPoint],
-        make: Callable[[tuple[str, ...]], TappedDecoder],
+        live: TappedDecoder | None,
+        make: Callable[[], TappedDecoder],
+        model_path: Path,
         *,
         form: str,
-        is_live: bool,
     ) -> None:
-        self.form, self.is_live = form, is_live
-        self._points, self._make = points, make
-        self._decoder: TappedDecoder | None = None
+        self.form, self.is_live = form, live is not None
+        self._points, self._live, self._make = points, live, make
+        self._model_path = model_path
+        self._decoder = live
 
     @property
     def decoder(self) -> TappedDecoder:
@@ -36,7 +42,11 @@ class NativeInstrument:
         return self._points
 
     def prepare(self, paths: tuple[str, ...]) -> None:
-        self._decoder = self._make(paths)
+        if self._live is None:
+            decoder = self._make()
+            read = Checkpoint(*(map(Path, paths) if paths else [self._model_path])).read
+            TargetWeights(decoder.targets).load(read, threads=1)
+            self._decoder = decoder
 
     def drop(self) -> None:
-        self._decoder = None
+        self._decoder = self._live

@@ -112,9 +112,7 @@ class TappedDecoder(EagerDecoder):
         head = self._weights["head"]
         logits = functional.linear(normed, head).float()
         if self._group is not None and len(normed):
-            missing = self._shard.vocabulary - logits.shape[1]
-            logits = self._group.gather_columns(functional.pad(logits, (0, missing)))
-            logits = logits[:, : self._spec.vocabulary]
+            logits = self._group.gather_columns(logits)[:, : self._spec.vocabulary]
         view.tap("lm_head", "weight", head, None)
         view.tap("lm_head", "input", normed, view.kept)
         view.tap("lm_head", "logits", logits, view.kept)

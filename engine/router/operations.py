@@ -46,7 +46,6 @@ class Operations:
         m.UpdateWeightVersionReqInput,
         m.ReleaseMemoryOccupationReqInput,
         m.ResumeMemoryOccupationReqInput,
-        m.LazyDumpTensorsReqInput,
     )
 
     def __init__(self, front: Front) -> None:

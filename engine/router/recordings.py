@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine import messages as m
-from engine.router.control import FanOut, Operation, Outcome, Until, at_once, gathered, refusal
+from engine.router.control import FanOut, Operation, Outcome, Say, Until, at_once, gathered, refusal
 from engine.router.front import Front
 
 WRITE_S = 120.0  # after a recording's last second: for the ranks to write their files
@@ -61,21 +61,24 @@ class Recordings:
         active = self._begin("profile", spec.profile_id, spec.directory, spec.max_seconds)
         op = m.StartProfile(spec=spec)
         answers = yield FanOut(op, active.groups, message.call.deadline)
-        return self._armed(active, answers)
+        outcome = yield from self._record(active, answers)
+        return outcome
 
     def dump(self, message: m.LazyDumpTensorsReqInput) -> Operation:
-        """Exclusive: no commit of weights comes between preparing the second forward and arming."""
+        """Every rank makes its second forward ready, then all of them arm."""
         spec, front = message.spec, self._front
         active = self._begin("dump", spec.dump_id, spec.directory, spec.max_seconds, spec.rids)
         for dp in active.groups:
-            paths = front.ledger.epochs[front.ledger.epoch_of(dp)].paths
-            answers = yield FanOut(m.PrepareDump(paths=paths), [dp], message.call.deadline)
+            epoch = front.ledger.epoch_of(dp)
+            prepare = m.PrepareDump(epoch=epoch, paths=front.ledger.epochs[epoch].paths)
+            answers = yield FanOut(prepare, [dp], message.call.deadline)
             if not (outcome := gathered(answers)).success:
                 self._discard(active, outcome.message)
                 return outcome
         op = m.ArmDump(spec=spec)
         answers = yield FanOut(op, active.groups, message.call.deadline)
-        return self._armed(active, answers)
+        outcome = yield from self._record(active, answers)
+        return outcome
 
     def stop(self, message: m.StopRecordingReqInput) -> Operation:
         active = self._open.get(message.recording)
@@ -155,7 +158,8 @@ class Recordings:
         self._open[kind] = active
         return active
 
-    def _armed(self, active: Active, answers: list[m.RankAnswer]) -> Outcome:
+    def _record(self, active: Active, answers: list[m.RankAnswer]) -> Operation:
+        """From arming to the last written file."""
         outcome = gathered(answers)
         if not outcome.success:
             self._discard(active, outcome.message)
@@ -164,7 +168,10 @@ class Recordings:
         for dp in active.groups:
             name = f"{active.kind} {active.id} on dp{dp}"
             self._front.run_beside(name, self._watch(active, dp), active.until + WRITE_S)
-        return replace(outcome, result=active.told())
+        text = f"{active.kind} {active.id} records"
+        yield Say(replace(outcome, message=text, result={**active.told(), "open": True}))
+        outcome = yield from self._until_ended(active, active.until + 2 * WRITE_S)
+        return outcome
 
     def _discard(self, active: Active, why: str) -> None:
         """It did not start everywhere, so it starts nowhere."""
@@ -205,21 +212,30 @@ class Recordings:
 
 
 def ended(active: Active) -> Outcome:
-    """What became of it, rank by rank. No success if a rank is missing or could not write."""
+    """What became of it, rank by rank: success if any rank wrote all it had to write."""
     by_name = {f"dp{answer.dp}-tp{answer.tp}": answer for answer in active.answers}
-    ranks: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for name in active.ranks:
         answer = by_name.get(name)
         if answer is None:
-            ranks[name] = {"error": "its group did not serve", "missing": True}
+            recorded[name] = {"error": "its group did not serve", "missing": True}
         elif not answer.success:
-            ranks[name] = {"error": answer.message, "missing": True}
+            recorded[name] = {"error": answer.message, "missing": True}
         else:
-            ranks[name] = {**answer.result, "missing": False}
-    errors = [f"{name}: {said['error']}" for name, said in ranks.items() if said["error"]]
-    missing = [name for name, said in ranks.items() if said["missing"]]
-    result = {**active.told(), "ranks": ranks, "missing": missing}
+            recorded[name] = {**answer.result, "missing": False}
+    errors = [f"{name}: {said['error']}" for name, said in recorded.items() if said["error"]]
+    missing = [name for name, said in recorded.items() if said["missing"]]
+    result = {**active.told(), "recorded": recorded, "missing": missing}
+    ranks = [_as_answer(name, said) for name, said in recorded.items()]
     if not errors:
-        return Outcome(result=result)
-    status, kind = (200, "partial") if missing else (507, "not_written")
-    return Outcome(False, status, kind, "; ".join(errors), result)
+        return Outcome(result=result, ranks=ranks)
+    text = "; ".join(errors)
+    if len(errors) < len(active.ranks):
+        return Outcome(message=text, result=result, ranks=ranks)
+    return Outcome(False, 507, "not_written", text, result, ranks)
+
+
+def _as_answer(name: str, said: dict[str, Any]) -> m.RankAnswer:
+    dp, tp = (int(part[2:]) for part in name.split("-"))
+    message = said["error"] or said["reason"]
+    return m.RankAnswer(dp=dp, tp=tp, success=not said["error"], message=message)

@@ -62,6 +62,7 @@ class Recorder:
         self._ended: dict[m.RecordingKind, tuple[str, Answer]] = {}
         self._rids: dict[int, str] = {}  # by slot
         self._looked_at = 0.0
+        self._prepared: int | None = None  # the epoch that the instrument's weights are of
 
     @property
     def busy(self) -> bool:
@@ -87,6 +88,8 @@ class Recorder:
 
             instrument = self._runner.instrument
             self._dump = DumpCapture(self._rank, instrument.points(), instrument.form)
+        if self._prepared != self._runner.epoch:
+            raise Conflict("the weights were switched while the dump was prepared: start it again")
         self._dump.arm(op.spec)
         self._open["dump"] = Open(op.spec.dump_id)
         return {}
@@ -120,6 +123,7 @@ class Recorder:
 
     def prepare_dump(self, op: m.PrepareDump) -> Answer:
         self._runner.instrument.prepare(op.paths)
+        self._prepared = op.epoch
         return {}
 
     def list_points(self, op: m.ListDumpPoints) -> Answer:
