@@ -83,8 +83,19 @@ def ask_ids(prompt: list[int], tokens: int = 24, **fields) -> GenerateReqInput:
     return GenerateReqInput(input_ids=prompt, sampling=greedy(tokens), **fields)
 
 
-async def test_swaps_of_real_weights_under_load_prove_every_token(tmp_path, checkpoints):
-    async with running_engine(model_config(tmp_path, checkpoints[0], dp=2)) as tree:
+@pytest.mark.parametrize(
+    ("backend", "tp", "count"),
+    [
+        ("hf", 1, 40),
+        ("native", 2, 12),  # four ranks that wait for each other, on two cores
+        pytest.param("native", 2, 200, marks=pytest.mark.soak),
+    ],
+)
+async def test_swaps_of_real_weights_under_load_prove_every_token(
+    tmp_path, checkpoints, backend, tp, count
+):
+    config = model_config(tmp_path, checkpoints[0], backend=backend, dp=2, tp=tp)
+    async with running_engine(config) as tree:
         await tree.connect("2")
         for policy in ("finish", "in_place", "retract"):
             now = await tree.clients[0].fleet()
@@ -92,7 +103,7 @@ async def test_swaps_of_real_weights_under_load_prove_every_token(tmp_path, chec
             swaps = Swaps(tree, tokens=24, judge=disagreements)
             swaps.index_of = {now.engine.epoch: start}
             async with swaps.streams(16):
-                for number in range(1, 41):
+                for number in range(1, count + 1):
                     index = (start + number) % 2
                     await swaps.swap(index, str(checkpoints[index]), in_flight=policy)
             assert not swaps.wrong and not swaps.lost, policy
@@ -100,10 +111,11 @@ async def test_swaps_of_real_weights_under_load_prove_every_token(tmp_path, chec
             assert policy == "finish" or swaps.several
 
 
+@pytest.mark.parametrize("backend", ["hf", "native"])
 async def test_after_an_update_answers_are_those_of_a_fresh_start_and_kv_is_told(
-    tmp_path, checkpoints
+    tmp_path, checkpoints, backend
 ):
-    config = model_config(tmp_path, checkpoints[0])
+    config = model_config(tmp_path, checkpoints[0], backend=backend)
     prompt = [(7 * i) % 300 for i in range(60)]
     expected = [fresh_start(config, checkpoint, prompt, 24) for checkpoint in checkpoints]
     assert expected[0] != expected[1]
@@ -136,7 +148,7 @@ async def test_after_an_update_answers_are_those_of_a_fresh_start_and_kv_is_told
 async def test_a_request_that_shares_old_keys_names_exactly_the_blocks_it_took(
     tmp_path, checkpoints
 ):
-    config = model_config(tmp_path, checkpoints[0])
+    config = model_config(tmp_path, checkpoints[0], backend="native")
     prompt = [(11 * i) % 300 for i in range(70)]
     async with running_engine(config) as tree:
         client = tree.clients[0]
