@@ -135,7 +135,7 @@ def test_the_last_line_of_a_program_is_the_jobs_result(script):
 
 
 def test_a_program_that_says_why_it_cannot_has_its_sentence_as_the_end(script):
-    job = script("print('{\"error\": \"the disk is full\"}')")
+    job = script('print(\'{"error": "the disk is full"}\')')
     file_jobs.run(job.pk)
     assert (again(job).state, again(job).message) == ("refused", "the disk is full")
 
@@ -172,9 +172,7 @@ def test_a_program_that_takes_too_long_is_killed(script, monkeypatch):
     assert "signal 9" in again(job).message
 
 
-def test_a_program_whose_job_went_to_another_owner_is_stopped_and_says_nothing(
-    script, monkeypatch
-):
+def test_a_program_whose_job_went_to_another_owner_is_stopped_and_says_nothing(script, monkeypatch):
     monkeypatch.setattr(file_jobs, "RENEW_S", 0.2)
     job = script("import time; time.sleep(60)")
     timer = threading.Timer(0.5, lambda: (Job.objects.update(owner="other:1"), connection.close()))

@@ -123,9 +123,7 @@ async def test_the_start_is_in_the_lineage_without_a_job(engine):
     assert await Serving.objects.filter(ended_at=None).acount() == 2
 
 
-async def test_a_reload_and_a_roll_back_are_two_epochs_with_their_jobs(
-    engine, make_user, tmp_path
-):
+async def test_a_reload_and_a_roll_back_are_two_epochs_with_their_jobs(engine, make_user, tmp_path):
     who = await operator(make_user)
     (tmp_path / "models" / "step-7").mkdir()
     reload = await control.perform(
