@@ -58,6 +58,8 @@ CONSOLE_MAY_IMPORT = {
     "engine.tokenizer",
     "engine.process_guard",
     "engine.provenance",
+    "engine.profiling.spec",
+    "engine.dumps.points",
 }
 
 
