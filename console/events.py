@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -67,9 +68,12 @@ def _layer() -> BaseChannelLayer:
 
 
 def enqueue_on_commit(task: str, *args: Any) -> None:
-    """Hands work to Celery by name once the transaction is through; a broker that is away is no
-    error, since what waits in the database is found by ``reconcile``."""
-    transaction.on_commit(lambda: _enqueue(task, args))
+    """Hands work to Celery by name once the transaction is through.
+
+    Nobody waits for the broker (a client needs 6 s to find it away), and one that is away is no
+    error: what waits in the database is found by ``reconcile``.
+    """
+    transaction.on_commit(lambda: _broker.submit(_enqueue, task, args))
 
 
 def _enqueue(task: str, args: tuple[Any, ...]) -> None:
@@ -79,6 +83,7 @@ def _enqueue(task: str, args: tuple[Any, ...]) -> None:
         log.warning("%s waits in the database, the broker is away: %s", task, error)
 
 
+_broker = ThreadPoolExecutor(1, thread_name_prefix="broker")
 _loop: asyncio.AbstractEventLoop | None = None
 
 

@@ -47,7 +47,10 @@ class ActionForm(forms.Form):
 
     def given(self) -> dict[str, Any]:
         """The action's fields; empty ones are left out."""
-        data = self.cleaned_data if self.is_bound and self.is_valid() else self._initial()
+        data = self._initial()
+        if self.is_bound:
+            self.full_clean()
+            data = self.cleaned_data
         return {n: v for n, v in data.items() if n != "reason" and v not in (None, "")}
 
     def _initial(self) -> dict[str, Any]:
@@ -128,6 +131,7 @@ def ask_then_act(
     """The page between menu and deed. ``action``: of the menu; ``name``: of the door."""
     sent = "apply" in request.POST or "preview" in request.POST
     form = form_class(request.POST if sent else None, initial=initial)
+    form.fields["reason"].required = "preview" not in request.POST
     if "apply" in request.POST and form.is_valid():
         _act(model_admin, request, name, form, fixed or {})
         return None

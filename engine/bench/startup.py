@@ -6,6 +6,7 @@ Path: __main__.py -> here -> engine.launch.engine, peer.py, serving.py.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ async def startup_rows(
 
 
 async def _engine_start(config: EngineConfig, work: Path) -> float:
+    shutil.rmtree(work / "start", ignore_errors=True)
     began = time.perf_counter()
     async with launch.engine(msgspec.structs.replace(config, home=str(work / "start"))):
         return time.perf_counter() - began

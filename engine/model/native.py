@@ -15,6 +15,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.dumps.capture import View
+from engine.errors import ConfigError
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Shard, layout
@@ -29,6 +30,8 @@ from engine.model.target_weights import TargetWeights
 from engine.model.targets import Target
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
+
+AUTO_TOKENS = 64  # of a step; up to here ``auto`` takes int4
 
 
 class Decoder(Protocol):
@@ -57,6 +60,37 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class TwoForms:
+    """``auto``: small steps are bound by the weights' bytes and run in int4, others in plain.
+
+    Both forms are held, and share the cache. What a token is computed with depends on the load,
+    which is why this form is asked for and never the default.
+    """
+
+    name = "native"
+    weight_form = "auto"
+
+    def __init__(self, few: CpuDecoder, many: CpuDecoder) -> None:
+        self._few, self._many = few, many
+        self._chosen = few
+        self.draw = few.draw
+        self.normed = many.normed
+        self.targets = few.targets + many.targets
+        self.storages = few.storages + many.storages
+        self.parameter_bytes = few.parameter_bytes + many.parameter_bytes
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        self._chosen = self._few if batch.tokens <= AUTO_TOKENS else self._many
+        return self._chosen.hidden(batch)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._chosen.logits(x)
+
+    def close(self) -> None:
+        self._few.close()
+        self._many.close()
 
 
 class NativeBackend:
@@ -134,17 +168,25 @@ def _make_decoder(
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
     if library is not None:
-        return CpuDecoder(
-            library,
-            spec,
-            shard,
-            layout(spec, shard),
-            tables=_tables(config, directory, spec),
-            cache=cache,
-            group=group,
-            config=config,
-            dtype=dtype,
-        )
+        forms = ["int4", "plain"] if config.weights == "auto" else [config.weights]
+        decoders = [
+            CpuDecoder(
+                library,
+                spec,
+                shard,
+                layout(spec, shard),
+                tables=_tables(config, directory, spec),
+                cache=cache,
+                group=group,
+                dtype=dtype,
+                weight_form=form,
+                threads=config.rank_threads,
+            )
+            for form in forms
+        ]
+        return decoders[0] if len(decoders) == 1 else TwoForms(*decoders)
+    if config.weights == "auto":
+        raise ConfigError("weights auto needs the C++ operators: set it to plain or int4")
     return _make_eager(config, directory, spec, shard, cache, dtype, group)
 
 

@@ -11,7 +11,6 @@ from django.test import Client
 
 from console import auth
 from console import worker as worker_module
-from console.celery import app as celery
 from console.models.audit import GUARDS, UNGUARDS
 from console.services import control
 from console.services import keys as key_service
@@ -21,7 +20,8 @@ from tests.console.engine import in_process_engine
 
 
 @pytest.fixture(autouse=True)
-def _quick_settings(settings):
+def _quick_settings(settings, monkeypatch):
+    monkeypatch.setenv("CELERY_BROKER_URL", "memory://")
     settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
     settings.CHANNEL_LAYERS = {"default": {"BACKEND": "channels.layers.InMemoryChannelLayer"}}
 
@@ -33,7 +33,6 @@ def worker(_quick_settings):
     become(Worker("1", "/nowhere/worker-1.sock"))
     key_service._known.clear()
     auth._seen_sessions.clear()
-    celery.conf.broker_url = "memory://"
     yield worker_module.this_worker()
     worker_module._current = before
 
@@ -101,6 +100,7 @@ async def engine(tmp_path, settings, worker, database):
         client.subscribe(worker.chronicle.put)
         engine.worker = worker
         await serving(client)
+        worker.chronicle.put(client.snapshot)
         await worker.chronicle.write(client)
         yield engine
         await control.close()

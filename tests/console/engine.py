@@ -66,7 +66,6 @@ class FakeRanks:
                 for message in inbox.drain():
                     if isinstance(message, m.RankCall) and not self.silent:
                         self._reply(router, dp, message)
-                        reported = 0.0
             if time.monotonic() - reported > 0.2:
                 reported = time.monotonic()
                 for dp in inboxes:
@@ -90,6 +89,7 @@ class FakeRanks:
         self.calls.append((dp, message.op))
         for tp in range(self.config.tp):
             answer = self.answer(dp, tp, message.op)
+            router.send(self._load(dp, tp))
             router.send(m.RankReply(call_id=message.call_id, answer=answer))
 
 

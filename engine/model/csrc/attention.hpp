@@ -15,6 +15,7 @@ constexpr int CHUNK = 256;        // tokens of context whose scores are held at 
 constexpr int QUERY_BLOCK = 16;   // queries of one prefill task; they share the turned keys
 constexpr int MOST_HEADS = 4;     // query heads (over all queries of a task) in one pass over a chunk
 constexpr int MOST_HEAD_DIM = 256;
+constexpr int CACHE_LINE = 64;    // bytes
 constexpr int LONG_CHUNKS = 4;    // chunks of a decode task before it is split
 
 // A ragged batch; see engine/model/inputs.py.
@@ -54,8 +55,6 @@ constexpr int UNIT = 4 / sizeof(T);  // values in 32 bits: scores are made of 32
 
 inline void store_values(float* to, __m512 value, __mmask16 live) { _mm512_mask_storeu_ps(to, live, value); }
 inline void store_values(bf16* to, __m512 value, __mmask16 live) { _mm256_mask_storeu_epi16(to, live, narrow(value)); }
-inline __m512 load_values(const float* from) { return _mm512_loadu_ps(from); }
-inline __m512 load_values(const bf16* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
 
 inline __m512 unit_dot(__m512 sum, __m512i keys, __m512i query, float*) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(keys), _mm512_castsi512_ps(query), sum);
@@ -117,7 +116,8 @@ struct State {
 template <class T>
 struct Workspace {
   alignas(64) __m512i turned[CHUNK / LANES * MOST_HEAD_DIM];  // keys: [tile][unit][16 tokens]
-  alignas(64) float weights[MOST_HEADS][CHUNK];
+  alignas(64) float weights[MOST_HEADS][CHUNK];  // scores, then for fp32 weights
+  alignas(64) int32_t weight_pairs[MOST_HEADS][CHUNK / 2];  // two bf16 each
   alignas(64) float sums[MOST_HEADS][MOST_HEAD_DIM];
   const T* keys[CHUNK];
   const T* values[CHUNK];
@@ -152,53 +152,112 @@ inline void transpose(__m512i (&r)[LANES]) {
 }
 
 template <class T>
-void turn_keys(Workspace<T>& work, int tile, int head_dim) {
+void turn_keys(Workspace<T>& work, int tile, int offset, int head_dim) {
   const int units = head_dim / UNIT<T>;
   __m512i* to = work.turned + tile * units;
   for (int first = 0; first < units; first += LANES) {
     __m512i block[LANES];
     const __mmask16 live = first_lanes(units - first);
-    for (int t = 0; t < LANES; ++t) block[t] = _mm512_maskz_loadu_epi32(live, work.keys[tile * LANES + t] + first * UNIT<T>);
+    for (int t = 0; t < LANES; ++t) block[t] = _mm512_maskz_loadu_epi32(live, work.keys[tile * LANES + t] + offset + first * UNIT<T>);
     transpose(block);
     for (int u = 0; u < std::min(LANES, units - first); ++u) to[first + u] = block[u];
   }
 }
 
-// Scores of 16 tokens for HEADS query heads; even and odd units are summed apart, then together.
-template <class T, int HEADS>
-void score_tile(const __m512i* keys, const T* const* queries, int units, __m512 (&scores)[HEADS]) {
-  __m512 even[HEADS], odd[HEADS];
-  for (int h = 0; h < HEADS; ++h) even[h] = odd[h] = _mm512_setzero_ps();
-  for (int u = 0; u < units; u += 2) {
+// Loops over an array of registers must be unrolled wherever they are, or GCC keeps it in memory.
+template <int ROWS, int COLUMNS>
+inline void clear(__m512 (&sum)[ROWS][COLUMNS]) {
 #pragma GCC unroll 4
-    for (int h = 0; h < HEADS; ++h) {
-      const int32_t* query = reinterpret_cast<const int32_t*>(queries[h]) + u;
-      even[h] = unit_dot(even[h], keys[u], _mm512_set1_epi32(query[0]), static_cast<T*>(nullptr));
-      odd[h] = unit_dot(odd[h], keys[u + 1], _mm512_set1_epi32(query[1]), static_cast<T*>(nullptr));
-    }
-  }
-  for (int h = 0; h < HEADS; ++h) scores[h] = _mm512_add_ps(even[h], odd[h]);
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+    for (int c = 0; c < COLUMNS; ++c) sum[r][c] = _mm512_setzero_ps();
 }
 
-// sums[h][0..16*REGISTERS] = weights[h] over tokens first..last times their values, from `column` on.
-template <class T, int HEADS, int REGISTERS>
-void weigh_values(Workspace<T>& work, int first, int last, int column) {
-  __m512 sum[HEADS][REGISTERS];
-  for (auto& line : sum)
-    for (__m512& value : line) value = _mm512_setzero_ps();
-  for (int t = first; t < last; ++t) {
-    __m512 value[REGISTERS];
+// Scores of 16 tokens for HEADS query heads. Every fourth unit goes to the same sum, so that there are
+// sums enough to hide the latency of a dot product even for one head.
+template <class T, int HEADS>
+inline void score_tile(const __m512i* keys, const T* const* queries, int units, __m512 (&scores)[HEADS]) {
+  __m512 sum[HEADS][4];
+  clear(sum);
+  for (int u = 0; u < units; u += 4) {
 #pragma GCC unroll 4
-    for (int i = 0; i < REGISTERS; ++i) value[i] = load_values(work.values[t] + column + i * LANES);
+    for (int part = 0; part < 4; ++part) {
+      const __m512i key = keys[u + part];
 #pragma GCC unroll 4
-    for (int h = 0; h < HEADS; ++h) {
-      const __m512 weight = _mm512_set1_ps(work.weights[h][t]);
-#pragma GCC unroll 4
-      for (int i = 0; i < REGISTERS; ++i) sum[h][i] = _mm512_fmadd_ps(weight, value[i], sum[h][i]);
+      for (int h = 0; h < HEADS; ++h) {
+        const int32_t* query = reinterpret_cast<const int32_t*>(queries[h]) + u + part;
+        sum[h][part] = unit_dot(sum[h][part], key, _mm512_set1_epi32(*query), static_cast<T*>(nullptr));
+      }
     }
   }
+#pragma GCC unroll 4
   for (int h = 0; h < HEADS; ++h)
+    scores[h] = _mm512_add_ps(_mm512_add_ps(sum[h][0], sum[h][1]), _mm512_add_ps(sum[h][2], sum[h][3]));
+}
+
+// sums[h][column..] = weights[h] over tokens first..last times 16 * REGISTERS columns of their values.
+template <int HEADS, int REGISTERS>
+void weigh_values(Workspace<float>& work, int first, int last, int offset, int column) {
+  __m512 sum[HEADS][REGISTERS];
+  clear(sum);
+  for (int t = first; t < last; ++t) {
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i) {
+      const __m512 value = _mm512_loadu_ps(work.values[t] + offset + column + i * LANES);
+#pragma GCC unroll 4
+      for (int h = 0; h < HEADS; ++h)
+        sum[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(work.weights[h][t]), value, sum[h][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < HEADS; ++h)
+#pragma GCC unroll 4
     for (int i = 0; i < REGISTERS; ++i) _mm512_store_ps(work.sums[h] + column + i * LANES, sum[h][i]);
+}
+
+// The same in pairs of tokens, whose values are interleaved, with weights rounded to bf16 as
+// transformers rounds them. Interleaving mixes
+// the columns of the two halves; the last permutation puts them in order.
+template <int HEADS, int REGISTERS>
+void weigh_values(Workspace<bf16>& work, int first, int last, int offset, int column) {
+  constexpr int LOADS = (REGISTERS + 1) / 2;  // of 32 columns
+  __m512 sum[HEADS][2 * LOADS];
+  clear(sum);
+  for (int t = first & ~1; t < last; t += 2) {
+#pragma GCC unroll 4
+    for (int i = 0; i < LOADS; ++i) {
+      const __mmask32 live = REGISTERS - 2 * i >= 2 ? 0xFFFFFFFFu : 0xFFFFu;
+      const __m512i even = _mm512_maskz_loadu_epi16(live, work.values[t] + offset + column + i * 2 * LANES);
+      const __m512i odd = _mm512_maskz_loadu_epi16(live, work.values[t + 1] + offset + column + i * 2 * LANES);
+      const __m512i low = _mm512_unpacklo_epi16(even, odd), high = _mm512_unpackhi_epi16(even, odd);
+#pragma GCC unroll 4
+      for (int h = 0; h < HEADS; ++h) {
+        const __m512i weights = _mm512_set1_epi32(work.weight_pairs[h][t / 2]);
+        sum[h][2 * i] = dot_pairs(sum[h][2 * i], low, weights);
+        sum[h][2 * i + 1] = dot_pairs(sum[h][2 * i + 1], high, weights);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < HEADS; ++h) {
+#pragma GCC unroll 4
+    for (int i = 0; i < LOADS; ++i) {
+      float* to = work.sums[h] + column + i * 2 * LANES;
+      const __m512i first_half = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+      const __m512i second_half = _mm512_add_epi32(first_half, _mm512_set1_epi32(8));
+      _mm512_store_ps(to, _mm512_permutex2var_ps(sum[h][2 * i], first_half, sum[h][2 * i + 1]));
+      if (REGISTERS - 2 * i >= 2)
+        _mm512_store_ps(to + LANES, _mm512_permutex2var_ps(sum[h][2 * i], second_half, sum[h][2 * i + 1]));
+    }
+  }
+}
+
+inline void store_weights(Workspace<float>& work, int head, int at, __m512 weights) {
+  _mm512_store_ps(work.weights[head] + at, weights);
+}
+
+inline void store_weights(Workspace<bf16>& work, int head, int at, __m512 weights) {
+  _mm256_store_si256(reinterpret_cast<__m256i*>(work.weight_pairs[head] + at / 2), narrow(weights));
 }
 
 // The visible tokens of one query head within a chunk that begins at token `base`.
@@ -207,54 +266,67 @@ struct Sight {
   int last;
 };
 
-// One pass of HEADS query heads over a chunk of which tokens first..last may matter to any of them.
+// The tokens of a tile that a query head sees, as a mask.
+inline __mmask16 seen(const Sight& sight, int tile) {
+  const int begin = sight.first - tile * LANES, end = sight.last - tile * LANES;
+  if (end <= 0 || begin >= LANES) return 0;
+  return static_cast<__mmask16>(first_lanes(end) & ~(begin > 0 ? first_lanes(begin) : 0));
+}
+
+// One pass of HEADS query heads over the tokens of a chunk that any of them sees. `offset` is that of
+// their KV head in a token's keys and values.
 template <class T, int HEADS>
-void attend_chunk(Workspace<T>& work, const AttentionShape& shape, const T* const* queries, const Sight* sights, float* largest, float* total) {
-  int first = CHUNK, last = 0;
-  for (int h = 0; h < HEADS; ++h) {
-    first = std::min(first, sights[h].first);
-    last = std::max(last, sights[h].last);
+void attend_chunk(Workspace<T>& work, const AttentionShape& shape, int offset, const T* const* queries, const Sight* sights, float* largest, float* total) {
+  Sight any = sights[0], all = sights[0];
+  for (int h = 1; h < HEADS; ++h) {
+    any = {std::min(any.first, sights[h].first), std::max(any.last, sights[h].last)};
+    all = {std::max(all.first, sights[h].first), std::min(all.last, sights[h].last)};
   }
-  const int units = shape.head_dim / UNIT<T>;
+  const int units = shape.head_dim / UNIT<T>, first_tile = any.first / LANES;
+  const int last_tile = (any.last + LANES - 1) / LANES;
+  const __m512 scale = _mm512_set1_ps(shape.scale), nothing = _mm512_set1_ps(-INFINITY);
   __m512 top[HEADS];
-  for (__m512& value : top) value = _mm512_set1_ps(-INFINITY);
-  for (int tile = first / LANES; tile * LANES < last; ++tile) {
+#pragma GCC unroll 4
+  for (int h = 0; h < HEADS; ++h) top[h] = nothing;
+  for (int tile = first_tile; tile < last_tile; ++tile) {
     __m512 scores[HEADS];
     score_tile<T, HEADS>(work.turned + tile * units, queries, units, scores);
+    const bool whole = all.first <= tile * LANES && (tile + 1) * LANES <= all.last;
+#pragma GCC unroll 4
     for (int h = 0; h < HEADS; ++h) {
-      const int begin = sights[h].first - tile * LANES, end = sights[h].last - tile * LANES;
-      const __mmask16 live = static_cast<__mmask16>((end > 0 ? first_lanes(end) : 0) & ~(begin > 0 ? first_lanes(begin) : 0));
-      const __m512 score = soft_cap(_mm512_mul_ps(scores[h], _mm512_set1_ps(shape.scale)), shape.cap);
-      const __m512 masked = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), live, score);
-      top[h] = _mm512_max_ps(top[h], masked);
-      _mm512_store_ps(work.weights[h] + tile * LANES, masked);
+      scores[h] = _mm512_mul_ps(scores[h], scale);
+      if (shape.cap != 0.0f) scores[h] = soft_cap(scores[h], shape.cap);
+      if (!whole) scores[h] = _mm512_mask_mov_ps(nothing, seen(sights[h], tile), scores[h]);
+      top[h] = _mm512_max_ps(top[h], scores[h]);
+      _mm512_store_ps(work.weights[h] + tile * LANES, scores[h]);
     }
   }
+#pragma GCC unroll 4
   for (int h = 0; h < HEADS; ++h) {
     largest[h] = _mm512_reduce_max_ps(top[h]);
     __m512 sum = _mm512_setzero_ps();
-    for (int tile = first / LANES; tile * LANES < last; ++tile) {
-      float* at = work.weights[h] + tile * LANES;
-      const __m512 score = _mm512_load_ps(at);
-      const __mmask16 live = _mm512_cmp_ps_mask(score, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    for (int tile = first_tile; tile < last_tile; ++tile) {
+      const __m512 score = _mm512_load_ps(work.weights[h] + tile * LANES);
+      const __mmask16 live = _mm512_cmp_ps_mask(score, nothing, _CMP_NEQ_UQ);
       const __m512 weight = _mm512_maskz_mov_ps(live, exponential(_mm512_sub_ps(score, _mm512_set1_ps(largest[h]))));
       sum = _mm512_add_ps(sum, weight);
-      _mm512_store_ps(at, weight);
+      store_weights(work, h, tile * LANES, weight);
     }
     total[h] = _mm512_reduce_add_ps(sum);
   }
   for (int column = 0; column < shape.head_dim; column += 4 * LANES) {
     switch (std::min(4, (shape.head_dim - column) / LANES)) {
-      case 1: weigh_values<T, HEADS, 1>(work, first, last, column); break;
-      case 2: weigh_values<T, HEADS, 2>(work, first, last, column); break;
-      case 3: weigh_values<T, HEADS, 3>(work, first, last, column); break;
-      default: weigh_values<T, HEADS, 4>(work, first, last, column);
+      case 1: weigh_values<HEADS, 1>(work, any.first, any.last, offset, column); break;
+      case 2: weigh_values<HEADS, 2>(work, any.first, any.last, offset, column); break;
+      case 3: weigh_values<HEADS, 3>(work, any.first, any.last, offset, column); break;
+      default: weigh_values<HEADS, 4>(work, any.first, any.last, offset, column);
     }
   }
 }
 
-// Queries first_query..+queries of a row (counted from its first new token) with one KV head, over
-// chunks first_chunk..last_chunk. `partial` < 0: the result goes to the output, else to that place.
+// Queries first_query..+queries of a row (counted from its first new token) over chunks
+// first_chunk..last_chunk, all heads: a token's keys of all KV heads are neighbours in memory.
+// `partial` < 0: the result goes to the output, else to that place.
 struct Task {
   int row;
   int first_query;
@@ -270,40 +342,45 @@ class Attention {
   Attention(const AttentionShape& shape, const Batch& batch, const Cache<T>& cache, const T* queries, float* out)
       : shape_(shape), batch_(batch), cache_(cache), queries_(queries), out_(out) {}
 
-  // Joins all chunks of the task in work.state; with a partial place there is one chunk.
-  void run(const Task& task, int kv_head, Workspace<T>& work) const {
-    const int heads = task.queries * shape_.group();
-    work.state.reset(heads, shape_.head_dim);
+  // Joins all chunks of the task in work.state, head by head of each query.
+  void run(const Task& task, Workspace<T>& work) const {
+    work.state.reset(task.queries * shape_.heads, shape_.head_dim);
     for (int chunk = task.first_chunk; chunk < task.last_chunk; ++chunk) {
-      locate(task, kv_head, chunk, work);
-      for (int head = 0; head < heads; head += MOST_HEADS) {
-        switch (std::min(MOST_HEADS, heads - head)) {
-          case 1: pass<1>(task, kv_head, chunk, head, work); break;
-          case 2: pass<2>(task, kv_head, chunk, head, work); break;
-          case 3: pass<3>(task, kv_head, chunk, head, work); break;
-          default: pass<4>(task, kv_head, chunk, head, work);
+      const Sight any = locate(task, chunk, work);
+      for (int kv_head = 0; kv_head < shape_.kv_heads; ++kv_head) {
+        const int offset = kv_head * shape_.head_dim;
+        for (int tile = any.first / LANES; tile * LANES < any.last; ++tile)
+          turn_keys(work, tile, offset, shape_.head_dim);
+        const int members = task.queries * shape_.group();
+        for (int member = 0; member < members; member += MOST_HEADS) {
+          switch (std::min(MOST_HEADS, members - member)) {
+            case 1: pass<1>(task, kv_head, chunk, member, work); break;
+            case 2: pass<2>(task, kv_head, chunk, member, work); break;
+            case 3: pass<3>(task, kv_head, chunk, member, work); break;
+            default: pass<4>(task, kv_head, chunk, member, work);
+          }
         }
       }
     }
   }
 
-  // The joined result of a head of a task to out [tokens, heads, head_dim].
-  void finish(const Task& task, int kv_head, const State& state) const {
-    for (int head = 0; head < task.queries * shape_.group(); ++head) {
+  // The joined result of a task to out [tokens, heads, head_dim].
+  void finish(const Task& task, const State& state) const {
+    const size_t width = static_cast<size_t>(shape_.head_dim);
+    float* to = out_ + head_offset(task, 0, 0);
+    for (int head = 0; head < task.queries * shape_.heads; ++head) {
       const size_t h = static_cast<size_t>(head);
       const __m512 inverse = _mm512_set1_ps(1.0f / state.total[h]);
-      const float* from = state.values.data() + h * static_cast<size_t>(shape_.head_dim);
-      float* to = out_ + head_offset(task, kv_head, head);
-      for (int at = 0; at < shape_.head_dim; at += LANES)
-        _mm512_storeu_ps(to + at, _mm512_mul_ps(_mm512_loadu_ps(from + at), inverse));
+      for (size_t at = h * width; at < (h + 1) * width; at += LANES)
+        _mm512_storeu_ps(to + at, _mm512_mul_ps(_mm512_loadu_ps(state.values.data() + at), inverse));
     }
   }
 
  private:
-  size_t head_offset(const Task& task, int kv_head, int head) const {
-    const int token = batch_.query_starts[task.row] + task.first_query + head / shape_.group();
-    return (static_cast<size_t>(token) * static_cast<size_t>(shape_.heads) +
-            static_cast<size_t>(kv_head * shape_.group() + head % shape_.group())) * static_cast<size_t>(shape_.head_dim);
+  // Of `head` of the task's query number `query`, in arrays [tokens, heads, head_dim].
+  size_t head_offset(const Task& task, int query, int head) const {
+    const int token = batch_.query_starts[task.row] + task.first_query + query;
+    return (static_cast<size_t>(token) * static_cast<size_t>(shape_.heads) + static_cast<size_t>(head)) * static_cast<size_t>(shape_.head_dim);
   }
 
   // Positions before the row's first new token.
@@ -311,37 +388,46 @@ class Attention {
     return batch_.context_lengths[row] - (batch_.query_starts[row + 1] - batch_.query_starts[row]);
   }
 
-  // Addresses of the chunk's keys and values, and the keys turned. Places without a token get the
-  // first token's address: they are read and masked.
-  void locate(const Task& task, int kv_head, int chunk, Workspace<T>& work) const {
+  // Finds the chunk's tokens that some query of the task sees, and fetches them ahead. Places of the
+  // last tile without a token get the first token's address: they are read and masked.
+  Sight locate(const Task& task, int chunk, Workspace<T>& work) const {
     const int base = chunk * CHUNK;
-    const int last = std::min(CHUNK, past(task.row) + task.first_query + task.queries - base);
-    const int32_t* table = batch_.block_tables + static_cast<size_t>(task.row) * static_cast<size_t>(batch_.table_width);
-    for (int t = 0; t < (last + LANES - 1) / LANES * LANES; ++t) {
-      const int token = base + (t < last ? t : 0);
-      const size_t slot = static_cast<size_t>(table[token / batch_.block_size]) * static_cast<size_t>(batch_.block_size) + static_cast<size_t>(token % batch_.block_size);
-      const size_t at = (slot * static_cast<size_t>(shape_.kv_heads) + static_cast<size_t>(kv_head)) * static_cast<size_t>(shape_.head_dim);
-      work.keys[t] = cache_.keys + at;
-      work.values[t] = cache_.values + at;
-    }
     const int oldest = past(task.row) + task.first_query - base;
-    const int first = shape_.window ? std::max(0, oldest - shape_.window + 1) : 0;
-    for (int tile = first / LANES; tile * LANES < last; ++tile) turn_keys(work, tile, shape_.head_dim);
+    const int last = std::min(CHUNK, oldest + task.queries);
+    const int first = shape_.window ? std::clamp(oldest - shape_.window + 1, 0, last) : 0;
+    const int32_t* table = batch_.block_tables + static_cast<size_t>(task.row) * static_cast<size_t>(batch_.table_width);
+    const int width = shape_.kv_heads * shape_.head_dim;
+    for (int t = first / LANES * LANES; t < (last + LANES - 1) / LANES * LANES; ++t) {
+      const int token = base + (t < last ? t : first);
+      const size_t slot = static_cast<size_t>(table[token / batch_.block_size]) * static_cast<size_t>(batch_.block_size) + static_cast<size_t>(token % batch_.block_size);
+      work.keys[t] = cache_.keys + slot * static_cast<size_t>(width);
+      work.values[t] = cache_.values + slot * static_cast<size_t>(width);
+      for (int d = 0; d < width; d += CACHE_LINE / static_cast<int>(sizeof(T))) {
+        _mm_prefetch(work.keys[t] + d, _MM_HINT_T1);
+        _mm_prefetch(work.values[t] + d, _MM_HINT_T1);
+      }
+    }
+    return {first, last};
   }
 
+  // `member` counts the query heads of one KV head over all queries of the task.
   template <int HEADS>
-  void pass(const Task& task, int kv_head, int chunk, int head, Workspace<T>& work) const {
+  void pass(const Task& task, int kv_head, int chunk, int member, Workspace<T>& work) const {
     const T* queries[HEADS];
     Sight sights[HEADS];
+    int heads[HEADS];  // in the task's state
     float largest[HEADS], total[HEADS];
     for (int h = 0; h < HEADS; ++h) {
-      queries[h] = queries_ + head_offset(task, kv_head, head + h);
-      const int position = past(task.row) + task.first_query + (head + h) / shape_.group() - chunk * CHUNK;
+      const int query = (member + h) / shape_.group();
+      const int head = kv_head * shape_.group() + (member + h) % shape_.group();
+      queries[h] = queries_ + head_offset(task, query, head);
+      heads[h] = query * shape_.heads + head;
+      const int position = past(task.row) + task.first_query + query - chunk * CHUNK;
       sights[h].last = std::clamp(position + 1, 0, CHUNK);
       sights[h].first = shape_.window ? std::clamp(position - shape_.window + 1, 0, sights[h].last) : 0;
     }
-    attend_chunk<T, HEADS>(work, shape_, queries, sights, largest, total);
-    for (int h = 0; h < HEADS; ++h) work.state.join(head + h, largest[h], total[h], work.sums[h], shape_.head_dim);
+    attend_chunk<T, HEADS>(work, shape_, kv_head * shape_.head_dim, queries, sights, largest, total);
+    for (int h = 0; h < HEADS; ++h) work.state.join(heads[h], largest[h], total[h], work.sums[h], shape_.head_dim);
   }
 
   AttentionShape shape_;
@@ -351,7 +437,7 @@ class Attention {
   float* out_;
 };
 
-// The tasks of one KV head. Rows of one query and a long context are split into their chunks.
+// Rows of one query and a long context are split into their chunks.
 inline void plan_tasks(const Batch& batch, int window, std::vector<Task>& tasks, int& partials) {
   tasks.clear();
   partials = 0;

@@ -218,16 +218,15 @@ class Decoder {
     const Attention<T> attention(shape, batch, cache, queries, out);
     int partials = 0;
     plan_tasks(batch, layer.window, tasks_, partials);
-    states_.resize(static_cast<size_t>(partials * model_.kv_heads));
-    pool_.run(static_cast<int>(tasks_.size()) * model_.kv_heads, [&](int index) {
+    states_.resize(static_cast<size_t>(partials));
+    pool_.run(static_cast<int>(tasks_.size()), [&](int index) {
       static thread_local Workspace<T> work;
-      const Task& task = tasks_[static_cast<size_t>(index / model_.kv_heads)];
-      const int kv_head = index % model_.kv_heads;
-      attention.run(task, kv_head, work);
+      const Task& task = tasks_[static_cast<size_t>(index)];
+      attention.run(task, work);
       if (task.partial < 0) {
-        attention.finish(task, kv_head, work.state);
+        attention.finish(task, work.state);
       } else {
-        states_[static_cast<size_t>(task.partial * model_.kv_heads + kv_head)] = work.state;
+        states_[static_cast<size_t>(task.partial)] = work.state;
       }
     });
     if (partials > 0) join_partials(attention);
@@ -236,19 +235,19 @@ class Decoder {
   // Tasks of one row are neighbours; their chunks are joined in order, as an unsplit task does.
   template <class T>
   void join_partials(const Attention<T>& attention) {
-    const int group = model_.heads / model_.kv_heads;
     State joined;
-    for (size_t first = 0; first < tasks_.size(); ++first) {
-      if (tasks_[first].partial < 0 || (first > 0 && tasks_[first - 1].partial >= 0 && tasks_[first - 1].row == tasks_[first].row)) continue;
-      for (int kv_head = 0; kv_head < model_.kv_heads; ++kv_head) {
-        joined.reset(group, model_.head_dim);
-        for (size_t i = first; i < tasks_.size() && tasks_[i].row == tasks_[first].row; ++i) {
-          const State& state = states_[static_cast<size_t>(tasks_[i].partial * model_.kv_heads + kv_head)];
-          for (int h = 0; h < group; ++h)
+    for (size_t first = 0; first < tasks_.size();) {
+      size_t next = first + 1;
+      if (tasks_[first].partial >= 0) {
+        joined.reset(model_.heads, model_.head_dim);
+        for (next = first; next < tasks_.size() && tasks_[next].row == tasks_[first].row; ++next) {
+          const State& state = states_[static_cast<size_t>(tasks_[next].partial)];
+          for (int h = 0; h < model_.heads; ++h)
             joined.join(h, state.largest[static_cast<size_t>(h)], state.total[static_cast<size_t>(h)], state.values.data() + offset(h, model_.head_dim), model_.head_dim);
         }
-        attention.finish(tasks_[first], kv_head, joined);
+        attention.finish(tasks_[first], joined);
       }
+      first = next;
     }
   }
 
