@@ -24,6 +24,7 @@ class Access:
     permission: str | None
     page: bool = False  # who is signed out is sent to the login form, not answered with 401
     key_only: bool = False  # takes a Bearer key, never a browser's session
+    key_only_get: bool = False  # the same for GET: a link in a foreign page must change nothing
 
 
 OPEN = Access(permission=None)
@@ -37,10 +38,10 @@ def open_to_all(view: ViewT) -> ViewT:
 
 
 def requires(
-    permission: str, *, page: bool = False, key_only: bool = False
+    permission: str, *, page: bool = False, key_only: bool = False, key_only_get: bool = False
 ) -> Callable[[ViewT], ViewT]:
     """Declares the right that a view or consumer needs."""
-    access = Access(permission=permission, page=page, key_only=key_only)
+    access = Access(permission=permission, page=page, key_only=key_only, key_only_get=key_only_get)
 
     def declare(view: ViewT) -> ViewT:
         view.access = access  # type: ignore[attr-defined]

@@ -7,10 +7,14 @@ services ask ``Principal.require``.
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
+import os
+import pwd
+import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from channels.db import database_sync_to_async
 from django.conf import settings
 from django.contrib.auth import SESSION_KEY, get_user
 from django.contrib.auth.models import User
@@ -19,6 +23,7 @@ from django.core import signing
 from django.http import HttpRequest
 from django.utils import timezone
 
+from console.database import DatabaseAway, within
 from console.models import ApiKey
 from console.secrets import persistent_secret
 from engine.errors import QuarterdeckError
@@ -26,11 +31,15 @@ from engine.errors import QuarterdeckError
 ROLES = ("viewer", "operator", "admin")
 SCOPE_PERMISSIONS = {
     "inference": frozenset({"view_fleet", "use_inference"}),
-    "control": frozenset({"view_fleet", "control_engine"}),
+    "control": frozenset({"view_fleet", "view_jobs", "control_engine"}),
 }
 TICKET_SALT, TICKET_AGE_S = "quarterdeck.ticket", 30
 RELAY_SALT, RELAY_AGE_S = "quarterdeck.relay", 30
 RELAY_HEADER = "x-quarterdeck-principal"
+AUTH_PATIENCE_S = 2.0  # a command in an emergency waits no longer for the database
+STALE_S, SEEN_SESSIONS = 900.0, 1000
+
+log = logging.getLogger(__name__)
 
 
 class Unauthenticated(QuarterdeckError):
@@ -47,7 +56,7 @@ class Forbidden(QuarterdeckError):
 class Principal:
     """Who asks. ``identity`` names the account, ``actor`` is the same for people to read."""
 
-    kind: Literal["anonymous", "session", "key", "relay"] = "anonymous"
+    kind: Literal["anonymous", "session", "key", "relay", "shell", "system"] = "anonymous"
     actor: str = "anonymous"
     role: str = ""
     permissions: frozenset[str] = frozenset()
@@ -82,6 +91,24 @@ class Principal:
 
 
 ANONYMOUS = Principal()
+SYSTEM = Principal(kind="system", actor="system", permissions=frozenset({"control_engine"}))
+
+
+def principal_of_shell() -> Principal:
+    """Whoever may run commands in the home of this console owns all of it."""
+    return Principal(
+        kind="shell",
+        actor=f"shell:{_login_name()}",
+        permissions=frozenset({"view_fleet", "view_jobs", "control_engine"}),
+    )
+
+
+def _login_name() -> str:
+    """From the system's own tables: the environment could say anything."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 # ---------------------------------------------------------------- people
@@ -116,6 +143,37 @@ def principal_of_session(session_key: str) -> Principal:
     if not isinstance(user, User) or not user.is_active:
         return ANONYMOUS
     return principal_of_user(user, session_key=session_key)
+
+
+def session_digest(session_key: str) -> str:
+    """Names a session in hints, logs and caches without giving it away."""
+    return hashlib.sha256(session_key.encode()).hexdigest()
+
+
+async def session_principal(session_key: str) -> Principal:
+    """``principal_of_session``; while the database is away, as it was within ``STALE_S``.
+
+    Nobody can be signed out or demoted while the database is away, so what was true stays true.
+    """
+    try:
+        principal = await within(AUTH_PATIENCE_S, principal_of_session, session_key)
+    except DatabaseAway:
+        known = _seen_sessions.get(session_digest(session_key))
+        if known is None or time.monotonic() - known[0] > STALE_S:
+            raise
+        return known[1]
+    if len(_seen_sessions) >= SEEN_SESSIONS:
+        _seen_sessions.clear()
+    _seen_sessions[session_digest(session_key)] = (time.monotonic(), principal)
+    return principal
+
+
+_seen_sessions: dict[str, tuple[float, Principal]] = {}
+
+
+def forget_session(digest: str) -> None:
+    """It was signed out."""
+    _seen_sessions.pop(digest, None)
 
 
 def principal_of_user_id(user_id: int) -> Principal:
@@ -207,5 +265,12 @@ def _again(principal: Principal) -> Principal:
 
 
 async def check_again(principal: Principal) -> Principal:
-    """The same principal with the rights of now; ``ANONYMOUS`` after logout or revocation."""
-    return await database_sync_to_async(_again)(principal)
+    """The same principal with the rights of now; ``ANONYMOUS`` after logout or revocation.
+
+    While the database is away nobody's rights change, and the principal stays as it is.
+    """
+    try:
+        return await within(AUTH_PATIENCE_S, _again, principal)
+    except DatabaseAway as error:
+        log.warning("rights are not read again: %s", error.message)
+        return principal

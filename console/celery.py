@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from celery import Celery
-from celery.signals import worker_process_init
+from celery.signals import worker_process_init, worker_process_shutdown, worker_ready
 
 from engine.process_guard import PARENT_PID, die_with_parent
 
@@ -22,3 +22,16 @@ def _guard_pool_process(**kwargs: Any) -> None:
     """A pool process ends with the worker that forked it, however that one ended."""
     os.environ[PARENT_PID] = str(os.getppid())
     die_with_parent("celery pool")
+
+
+@worker_process_shutdown.connect
+def _leave_engine(**kwargs: Any) -> None:
+    from console.link import close_process_link  # needs the app registry
+
+    close_process_link()
+
+
+@worker_ready.connect
+def _reconcile_at_start(**kwargs: Any) -> None:
+    """What the worker before this one left is looked at now, not at beat's next tick."""
+    app.send_task("console.reconcile", expires=10)

@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 from asgiref.sync import async_to_sync
 from channels.layers import BaseChannelLayer, get_channel_layer
 from django.core.exceptions import ImproperlyConfigured
 from django.db import transaction
+from kombu.exceptions import KombuError
 from redis.exceptions import RedisError
+
+from console.celery import app
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +45,11 @@ class KeyRevoked(Event, frozen=True):
     key_id: int
 
 
-Known = SessionEnded | KeyRevoked
+class JobChanged(Event, frozen=True):
+    job_id: int
+
+
+Known = SessionEnded | KeyRevoked | JobChanged
 
 
 def publish_on_commit(event: Known) -> None:
@@ -58,9 +67,43 @@ def _layer() -> BaseChannelLayer:
     return layer
 
 
-def _send(data: str) -> None:
+def enqueue_on_commit(task: str, *args: Any) -> None:
+    """Hands work to Celery by name once the transaction is through.
+
+    Nobody waits for the broker (a client needs 6 s to find it away), and one that is away is no
+    error: what waits in the database is found by ``reconcile``.
+    """
+    transaction.on_commit(lambda: _broker.submit(_enqueue, task, args))
+
+
+def _enqueue(task: str, args: tuple[Any, ...]) -> None:
     try:
-        async_to_sync(_layer().group_send)(GROUP, {"type": "hint", "data": data})
+        app.send_task(task, args=args, retry=False)
+    except (KombuError, RedisError, OSError) as error:
+        log.warning("%s waits in the database, the broker is away: %s", task, error)
+
+
+_broker = ThreadPoolExecutor(1, thread_name_prefix="broker")
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def use_loop(loop: asyncio.AbstractEventLoop | None) -> None:
+    """The loop of this process that hints are sent on: a connection belongs to its loop, and one
+    loop per hint would leave a dead one behind each time."""
+    global _loop
+    _loop = loop
+
+
+def _send(data: str) -> None:
+    if _loop is not None and not _loop.is_closed():
+        asyncio.run_coroutine_threadsafe(_publish(data), _loop)
+    else:
+        async_to_sync(_publish)(data)
+
+
+async def _publish(data: str) -> None:
+    try:
+        await _layer().group_send(GROUP, {"type": "hint", "data": data})
     except (RedisError, OSError) as error:
         log.warning("a hint was lost (polling makes up for it): %s", error)
 

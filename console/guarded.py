@@ -1,16 +1,25 @@
-"""``python -m console.guarded TITLE COMMAND ARGS...``: a foreign program that dies with its parent.
+"""``python -m console.guarded [--memory BYTES] TITLE COMMAND ARGS...``: bounded in life and memory.
 
-The parent-death signal survives ``exec``, so valkey and Celery need not know of it.
+The program dies with its parent.
+
+The parent-death signal and the limit survive ``exec``, so the program need not know of them.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
+import resource
 
 from engine.process_guard import die_with_parent
 
 if __name__ == "__main__":
-    title, *command = sys.argv[1:]
-    die_with_parent(title)
-    os.execv(command[0], command)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--memory", type=int, default=0, help="bytes of address space")
+    parser.add_argument("title")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    die_with_parent(options.title)
+    if options.memory:
+        resource.setrlimit(resource.RLIMIT_AS, (options.memory, options.memory))
+    os.execv(options.command[0], options.command)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.contrib.auth.models import User
 from django.http import HttpRequest
 
@@ -12,6 +14,7 @@ class ApiRequest(HttpRequest):
     """Of a view that ``requires`` a right."""
 
     principal: Principal
+    scope: dict[str, Any]  # ASGI's
 
 
 class PageRequest(ApiRequest):

@@ -14,8 +14,8 @@ from typing import Any
 from channels.db import database_sync_to_async
 from django.conf import settings
 
-from console import events
-from console.services import keys, record
+from console import auth, events
+from console.services import control, keys, reconcile, record
 from console.worker import Worker, this_worker
 from engine.client import EngineClient
 
@@ -45,6 +45,7 @@ class Lifespan:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _open(self, worker: Worker) -> None:
+        events.use_loop(asyncio.get_running_loop())
         await database_sync_to_async(record.fail_lost_answers)(worker.id)
         worker.client = await EngineClient.connect(
             settings.QUARTERDECK_RUN_FILE,
@@ -53,21 +54,27 @@ class Lifespan:
             via=worker.unix_path,
         )
         worker.client.subscribe(worker.feed.put)
-        worker.client.subscribe(worker.lineage.note)
+        worker.client.subscribe(worker.chronicle.put)
         self._tasks = [
             asyncio.create_task(worker.feed.watch(), name="fleet-feed"),
             asyncio.create_task(worker.sockets.sweep(), name="socket-sweep"),
+            asyncio.create_task(keys.watch(), name="keys"),
             asyncio.create_task(events.listen(on_hint), name="hints"),
+            asyncio.create_task(worker.chronicle.watch(worker.client), name="chronicle"),
+            asyncio.create_task(worker.jobs.watch(), name="jobs-feed"),
+            asyncio.create_task(reconcile.watch(), name="reconcile"),
         ]
 
     async def _close(self, worker: Worker) -> None:
         await leave(worker)
+        await control.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if worker.client is not None:
             await worker.client.close()
             worker.client = None
+        events.use_loop(None)
         await worker.valkey.aclose()
 
 
@@ -84,7 +91,10 @@ def on_hint(event: events.Known) -> None:
     sockets = this_worker().sockets
     match event:
         case events.SessionEnded():
+            auth.forget_session(event.session)
             sockets.end_session(event.session)
         case events.KeyRevoked():
             keys.forget(event.key_id)
             sockets.end_key(event.key_id)
+        case events.JobChanged():
+            this_worker().jobs.look()

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from asgiref.sync import markcoroutinefunction
-from channels.db import database_sync_to_async
 from django.conf import settings
 from django.contrib.auth.middleware import AuthenticationMiddleware as DjangoAuthentication
 from django.contrib.auth.views import redirect_to_login
@@ -23,7 +22,7 @@ from django.middleware.security import SecurityMiddleware as DjangoSecurity
 from django.utils.deprecation import MiddlewareMixin
 
 from console import auth
-from console.access import access_of
+from console.access import Access, access_of
 from console.api.errors import error_response
 from console.services import keys
 from console.worker import this_worker
@@ -131,8 +130,8 @@ class AccessMiddleware:
         if access.page and principal.kind == "anonymous":
             return redirect_to_login(request.get_full_path())
         try:
-            if access.key_only and principal.kind != "key":
-                raise auth.Unauthenticated("this route takes only an API key")
+            if _wants_key(access, request) and principal.kind != "key":
+                raise auth.Unauthenticated("this route takes only an API key here")
             principal.require(access.permission)
         except QuarterdeckError as error:
             return error_response(request, error)
@@ -145,6 +144,10 @@ class AccessMiddleware:
         return None
 
 
+def _wants_key(access: Access, request: HttpRequest) -> bool:
+    return access.key_only or (access.key_only_get and request.method in ("GET", "HEAD"))
+
+
 async def _principal_of(request: HttpRequest) -> auth.Principal:
     token = bearer_token(request)
     if token is not None:
@@ -152,4 +155,4 @@ async def _principal_of(request: HttpRequest) -> auth.Principal:
     session_key = request.session.session_key or ""
     if not session_key:
         return auth.ANONYMOUS
-    return await database_sync_to_async(auth.principal_of_session)(session_key)
+    return await auth.session_principal(session_key)

@@ -61,6 +61,8 @@ QUARTERDECK_PORT = int(_number("QUARTERDECK_PORT", 8000))
 QUARTERDECK_WORKERS = int(_number("QUARTERDECK_WORKERS", 2, minimum=1))
 QUARTERDECK_ADMIN_PASSWORD = os.environ.get("QUARTERDECK_ADMIN_PASSWORD", "")
 QUARTERDECK_RESUME_GRACE_S = _number("QUARTERDECK_RESUME_GRACE_S", 8)
+QUARTERDECK_WEIGHT_ROOTS = [Path(root).resolve() for root in _words("QUARTERDECK_WEIGHT_ROOTS")]
+QUARTERDECK_DISK_QUOTA_GB = _number("QUARTERDECK_DISK_QUOTA_GB", 50)  # spools, traces, dumps
 QUARTERDECK_CHAT_RETENTION_DAYS = _number("QUARTERDECK_CHAT_RETENTION_DAYS", 90)  # 0: for ever
 
 # ---------------------------------------------------------------- Django
@@ -179,6 +181,9 @@ CHANNEL_LAYERS = {
 }
 CELERY_BROKER_URL = REDIS_URL.replace("unix://", "redis+socket://", 1)
 CELERY_TASK_IGNORE_RESULT = True
+CELERY_BEAT_SCHEDULE = {  # not for people to edit; their schedules are rows
+    "Reconcile jobs": {"task": "console.reconcile", "schedule": 10.0, "options": {"expires": 10}},
+}
 CELERY_TASK_ACKS_LATE = True
 CELERY_TIMEZONE = "UTC"
 CELERY_BEAT_SCHEDULER = "django_celery_beat.schedulers:DatabaseScheduler"

@@ -23,6 +23,8 @@ from console.services import keys
 from console.services.sockets import CLOSE_FORBIDDEN, CLOSE_SIGNED_OUT
 from engine.errors import QuarterdeckError
 
+CLOSE_TRY_AGAIN = 1013
+
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -42,8 +44,8 @@ class SocketGate:
         if self.access is None or self.access.permission is None or not may_open(scope):
             await refuse_socket(scope, receive, send)
             return
-        principal = await principal_of_scope(scope)
         try:
+            principal = await principal_of_scope(scope)
             principal.require(self.access.permission)
         except QuarterdeckError as error:
             await _close_with_reason(error, receive, send)
@@ -61,7 +63,8 @@ async def _close_with_reason(error: QuarterdeckError, receive: Receive, send: Se
     """Accepts first: a page can read the code of a close, but not of a refused handshake."""
     await receive()
     await send({"type": "websocket.accept"})
-    code = CLOSE_SIGNED_OUT if error.status_code == 401 else CLOSE_FORBIDDEN
+    codes = {401: CLOSE_SIGNED_OUT, 403: CLOSE_FORBIDDEN}
+    code = codes.get(error.status_code, CLOSE_TRY_AGAIN)
     await send({"type": "websocket.close", "code": code, "reason": error.err_type})
 
 
@@ -99,7 +102,7 @@ async def principal_of_scope(scope: Scope) -> auth.Principal:
     session = cookies.get(settings.SESSION_COOKIE_NAME)
     if session is None:
         return auth.ANONYMOUS
-    return await database_sync_to_async(auth.principal_of_session)(session.value)
+    return await auth.session_principal(session.value)
 
 
 def origin_allowed(origin: str, host: str) -> bool:

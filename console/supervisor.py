@@ -268,7 +268,7 @@ def web_worker(number: int, listener: socket.socket, path: Path) -> Spec:
 def celery_worker() -> Spec:
     return Spec(
         name="celery worker",
-        command=celery("worker", "--concurrency", "1", "--without-gossip", "--without-mingle"),
+        command=celery("worker", "--concurrency", "2", "--without-gossip", "--without-mingle"),
         client=True,
         later=True,
         stop_s=10.0,

@@ -10,9 +10,12 @@ import asyncio
 
 from django.conf import settings
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
+from console.services.chronicle import Chronicle
 from console.services.feed import FleetFeed
-from console.services.lineage import Lineage
+from console.services.jobs_feed import JobsFeed
 from console.services.sockets import Sockets
 from console.services.streams import StreamHub
 from engine.client import EngineClient
@@ -26,10 +29,13 @@ class Worker:
         self.id = worker_id
         self.unix_path = unix_path
         self.client: EngineClient | None = None
-        self.valkey: Redis = Redis.from_url(settings.REDIS_URL, socket_timeout=1.0)
+        self.valkey: Redis = Redis.from_url(
+            settings.REDIS_URL, socket_timeout=1.0, retry=Retry(NoBackoff(), 0)
+        )  # without it a client tries for 6 s before it says that valkey is away
         self.hub = StreamHub(worker=worker_id, grace_s=settings.QUARTERDECK_RESUME_GRACE_S)
         self.feed = FleetFeed()
-        self.lineage = Lineage()
+        self.chronicle = Chronicle()
+        self.jobs = JobsFeed()
         self.sockets = Sockets()
         self.pumps: set[asyncio.Task[None]] = set()  # each carries one stream to one socket
         self.leaving = False

@@ -60,6 +60,7 @@ class GenerateReqInput:
     kv_reuse: Literal["isolate", "group", "share"] = "isolate"
     dp_rank: int | None = None
     no_logs: bool = False
+    actor: str = ""  # who asks, for people who look at the table of requests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -496,8 +497,9 @@ class EngineClient:
         self._reservations[parent] = future
         try:
             self._sender().submit(
-                m.Reserve, parent=parent, rids=rids, priority=first.priority, dp_rank=first.dp_rank
-            )
+                m.Reserve, parent=parent, rids=rids, priority=first.priority,
+                dp_rank=first.dp_rank, actor=first.actor,
+            )  # fmt: skip
             reply = await asyncio.wait_for(future, RESERVE_TIMEOUT_S)
         except (TimeoutError, asyncio.CancelledError) as error:
             self._release(set(rids))
@@ -597,6 +599,16 @@ class EngineClient:
         ``EngineUnreachable``. A refusal is a reply with ``success`` false.
         """
         call = _call(uuid.uuid4().hex, deadline_s, key, actor)
+        return await self._ask(kind, call, fields, deadline_s)
+
+    async def outcome_of(self, key: str, *, deadline_s: float) -> m.ControlReply:
+        """What became of the call with this idempotency key: ``GetOutcomeReqInput``."""
+        call = _call(uuid.uuid4().hex, deadline_s, None, self.worker_id)
+        return await self._ask(m.GetOutcomeReqInput, call, {"key": key}, deadline_s)
+
+    async def _ask(
+        self, kind: type[m.Request], call: m.Call, fields: dict[str, Any], deadline_s: float
+    ) -> m.ControlReply:
         future: asyncio.Future[m.ControlReply] = asyncio.get_running_loop().create_future()
         self._calls[call.id] = future
         try:

@@ -127,6 +127,12 @@ def home_from_env(env: Mapping[str, str]) -> Path:
     return Path(env.get(PREFIX + "HOME") or CHECKOUT / "var").resolve()
 
 
+def bench_peers_from_env(env: Mapping[str, str]) -> Path:
+    """Where the environments of the benchmark's peers are."""
+    given = env.get(PREFIX + "BENCH_PEERS")
+    return Path(given).resolve() if given else home_from_env(env) / "bench" / "peers"
+
+
 def from_env(env: Mapping[str, str]) -> EngineConfig:
     """The settings out of ``QUARTERDECK_*``; a bad value stops the start with a sentence."""
     home = home_from_env(env)

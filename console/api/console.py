@@ -12,9 +12,9 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from console import auth
 from console.access import requires
 from console.api.answers import json_answer
-from console.api.errors import BadField
 from console.api.meta import as_base64
 from console.api.schemas import ConversationBody, decode
+from console.fields import BadField
 from console.http import ApiRequest
 from console.services import conversations, fleet, tokens
 from console.worker import this_worker
@@ -44,13 +44,13 @@ async def list_conversations(request: ApiRequest) -> HttpResponse:
     page = await database_sync_to_async(conversations.page)(
         request.principal,
         words=request.GET.get("q", ""),
-        offset=_number("offset", request.GET.get("offset", "0")),
+        offset=number_of("offset", request.GET.get("offset", "0")),
         size=PAGE_SIZE,
     )
     return json_answer(page)
 
 
-def _number(name: str, raw: str) -> int:
+def number_of(name: str, raw: str) -> int:
     if not raw.isdecimal():
         raise BadField(f"{name} must be numbers, got {raw!r}", param=name)
     return int(raw)
@@ -101,16 +101,9 @@ async def export_conversation(request: ApiRequest, conversation_id: int) -> Http
 
 
 @require_GET
-@requires("view_fleet")
-async def epoch(request: ApiRequest, number: int) -> HttpResponse:
-    """Which weights an epoch was: version, trainer's step, update job, checksum."""
-    return json_answer(await fleet.read_epoch(number))
-
-
-@require_GET
 @requires("use_inference")
 async def token_bytes(request: ApiRequest) -> HttpResponse:
     """``?ids=1,2,3``: the exact bytes of tokens, base64, by id."""
     tokenizer = this_worker().engine.tokenizer
-    ids = [_number("ids", raw) for raw in request.GET.get("ids", "").split(",")]
+    ids = [number_of("ids", raw) for raw in request.GET.get("ids", "").split(",")]
     return json_answer({"tokens": {i: as_base64(tokens.token_bytes(tokenizer, i)) for i in ids}})

@@ -9,7 +9,7 @@ from typing import Any
 from django.http import HttpRequest, HttpResponse
 
 from console.api.answers import json_answer
-from engine.errors import BadRequest, NotFound, QuarterdeckError
+from engine.errors import NotFound, QuarterdeckError
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +21,6 @@ FAMILIES = {
     409: "conflict",
     429: "rate_limit_error",
 }
-
-
-class BadField(BadRequest):
-    """A field of the request is wrong; ``param`` is its path, for example ``messages[0].role``."""
-
-    def __init__(self, message: str, *, param: str) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class NotSupported(QuarterdeckError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from console.services import fleet
 from engine.errors import QuarterdeckError
@@ -17,7 +17,9 @@ from engine.messages import (
     TopLogprobs,
     join_runs,
 )
+from engine.provenance import label_runs
 
+T = TypeVar("T")
 Triple = list[Any]  # [logprob, token id, text or None]
 RETRY_S = 2  # after a failure that mends itself: an engine or a rank that restarts
 
@@ -48,26 +50,24 @@ def raise_failure(finish: Finish | None) -> None:
 
 
 async def provenance(row: StrRow, before: int) -> dict[str, Any]:
-    """Which weights made which output tokens: epochs, labels and the trainer's steps.
+    """Which weights made which output tokens, over which keys: epochs, labels, trainer's steps.
 
     ``before``: output tokens ahead of the row's first one; spans count from the answer's start.
     """
     runs = join_runs(row.epochs)
-    labels = await fleet.epoch_labels({epoch for _, epoch in runs}) if runs else {}
-    steps: list[int | None] = []
-    for count, epoch in runs:
-        steps += [labels[epoch].token_step] * count
-    if runs:
-        version: str | None = labels[runs[-1][1]].weight_version
+    named = {epoch for _, epoch in (*runs, *(row.kv_epochs or ()))}
+    labels = await fleet.epoch_labels(named) if named else {}
+    told = label_runs(runs, labels, row.kv_epochs)
+    if told.weight_versions:
+        version: str | None = told.weight_versions[-1][0]
     else:
         version = await _version_now() if row.finish is not None else None
     return {
         "weight_version": version,
-        "token_steps": steps,
-        "weight_versions": spans(
-            ((count, labels[epoch].weight_version) for count, epoch in runs), before
-        ),
-        "epochs": spans(runs, before),
+        "token_steps": told.token_steps,
+        "weight_versions": _moved(told.weight_versions, before),
+        "epochs": _moved(told.epochs, before),
+        "kv_token_steps": told.kv_token_steps,
     }
 
 
@@ -76,17 +76,8 @@ async def _version_now() -> str | None:
     return (await fleet.read_snapshot()).engine.weight_version
 
 
-def spans(runs: Iterable[tuple[int, Any]], start: int) -> list[list[Any]]:
-    """Runs (count, value) -> ``[value, start, end]``, neighbours of equal value joined."""
-    found: list[list[Any]] = []
-    position = start
-    for count, value in runs:
-        if found and found[-1][0] == value:
-            found[-1][2] += count
-        else:
-            found.append([value, position, position + count])
-        position += count
-    return found
+def _moved(spans: list[tuple[T, int, int]], by: int) -> list[tuple[T, int, int]]:
+    return [(value, start + by, end + by) for value, start, end in spans]
 
 
 def output_logprobs(

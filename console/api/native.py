@@ -1,4 +1,4 @@
-"""SGLang's own routes: ``/generate``, ``/abort_request``, health, model and server information."""
+"""SGLang's own routes: ``/generate``, health, model and server information."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 from console.access import open_to_all, requires
 from console.api import meta
 from console.api.answers import json_answer
-from console.api.errors import NotSupported, error_response
 from console.api.expand import Expanded, expand
-from console.api.schemas import AbortBody, DetokenizeBody, GenerateBody, TokenizeBody, decode
+from console.api.loads import internal_states
+from console.api.schemas import DetokenizeBody, GenerateBody, TokenizeBody, decode
 from console.api.sse import DONE, event, event_stream
 from console.http import ApiRequest
 from console.services import fleet, inference
@@ -26,7 +26,7 @@ from console.services.tokens import token_text
 from console.version import VERSION
 from console.worker import this_worker
 from engine.client import GenerateReqInput
-from engine.errors import BadRequest, EngineUnreachable
+from engine.errors import EngineUnreachable
 from engine.messages import Provenance, SamplingParams, StrRow, merge
 from engine.runfile import read_run_file
 
@@ -129,28 +129,6 @@ def _texts(row: StrRow) -> dict[int, str]:
     return {token: token_text(tokenizer, token) for token in meta.tokens_of(row)}
 
 
-@require_POST
-@requires("use_inference")
-async def abort_request(request: ApiRequest) -> HttpResponse:
-    """Ends by exact rid, from whichever worker; says at once what was found."""
-    body = decode(request, AbortBody)
-    rids = body.rid if isinstance(body.rid, list) else [body.rid]
-    if not body.abort_all and not all(rids):
-        raise BadRequest("give a rid, or abort_all to end every request")
-    found: list[str] = []
-    for rid in [""] if body.abort_all else rids:
-        reply = await inference.abort(
-            request.principal,
-            rid=rid,
-            abort_all=body.abort_all,
-            prefix=body.prefix,
-            reason=body.reason or body.abort_message or "",
-        )
-        found += reply.result.get("found", [])
-    message = f"aborted {len(found)} requests" if found else "no such request is running"
-    return json_answer({"success": bool(found), "message": message, "found": found})
-
-
 # ---------------------------------------------------------------- health
 
 
@@ -244,17 +222,7 @@ async def get_server_info(request: ApiRequest) -> HttpResponse:
         "weight_form": info["weights"],
         "weight_version": snapshot.engine.weight_version,
         "state": snapshot.engine.state,
-        "internal_states": [
-            {
-                "dp_rank": rank.dp,
-                "last_gen_throughput": rank.tokens_per_s,
-                "memory_usage": {"token_capacity": rank.kv_total, "token_used": rank.kv_used},
-                "num_running_reqs": rank.running,
-                "num_waiting_reqs": rank.waiting,
-            }
-            for rank in snapshot.ranks
-            if rank.tp == 0
-        ],
+        "internal_states": internal_states(snapshot),
     }
     return json_answer(info)
 
@@ -290,12 +258,3 @@ async def detokenize(request: ApiRequest) -> HttpResponse:
     text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
     pieces = [token_text(tokenizer, token) for token in body.tokens]
     return json_answer({"text": text, "pieces": pieces})
-
-
-# ---------------------------------------------------------------- not built
-
-
-@requires("view_fleet")
-async def not_supported(request: HttpRequest) -> HttpResponse:
-    """Routes of the field that this server knows and does not have."""
-    return error_response(request, NotSupported(f"{request.path} is not supported by this server"))

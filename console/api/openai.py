@@ -20,7 +20,7 @@ from django.views.decorators.http import require_GET, require_POST
 from console.access import requires
 from console.api import meta
 from console.api.answers import json_answer
-from console.api.errors import BadField, ModelNotFound, NotSupported
+from console.api.errors import ModelNotFound, NotSupported
 from console.api.expand import for_sample
 from console.api.schemas import (
     ChatCompletionBody,
@@ -31,6 +31,7 @@ from console.api.schemas import (
     refuse_fields,
 )
 from console.api.sse import DONE, event, event_stream
+from console.fields import BadField
 from console.http import ApiRequest
 from console.services import inference
 from console.services.rows import collect
@@ -105,7 +106,9 @@ async def chat_completions(request: ApiRequest) -> HttpResponse:
         raise BadField("top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = {"messages": [m.plain(i) for i, m in enumerate(body.messages)]}
     longest = body.max_completion_tokens or body.max_tokens
-    logprob = LogprobParams(top_num=body.top_logprobs or 0) if body.logprobs else None
+    logprob = None
+    if body.logprobs:
+        logprob = LogprobParams(top_num=body.top_logprobs or 0, raw=body.logprobs_raw)
     job = _job("chatcmpl", body, [prompt], longest, logprob)
     return await _answer(request, body, job, _Chat(job))
 
@@ -117,7 +120,9 @@ async def completions(request: ApiRequest) -> HttpResponse:
     body.check()
     if body.echo or body.suffix:
         raise NotSupported("echo and suffix are not supported by this server")
-    logprob = LogprobParams(top_num=body.logprobs) if body.logprobs is not None else None
+    logprob = None
+    if body.logprobs is not None:
+        logprob = LogprobParams(top_num=body.logprobs, raw=body.logprobs_raw)
     job = _job("cmpl", body, _prompts(body.prompt), body.max_tokens, logprob)
     return await _answer(request, body, job, _Text(job))
 

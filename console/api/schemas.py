@@ -6,15 +6,14 @@ are known here, so that using one is refused by name and not silently ignored.
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from django.core.exceptions import RequestDataTooBig
 from django.http import HttpRequest
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from console.api.errors import BadField, NotSupported
+from console.api.errors import NotSupported
+from console.fields import BadField, read_json
 from engine.client import SamplingDefaults
 from engine.errors import BadRequest
 from engine.messages import SamplingParams
@@ -30,29 +29,14 @@ Count = Annotated[int, Meta(ge=0)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
-_PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
-
 
 def decode(request: HttpRequest, kind: type[T]) -> T:
-    """The JSON body as ``kind``; numbers may come as strings, as some trainers send them."""
+    """The JSON body as ``kind``."""
     try:
-        return msgspec.json.decode(request.body or b"{}", type=kind, strict=False)
+        content = request.body
     except RequestDataTooBig as error:
         raise BadRequest(str(error), status_code=413, err_type="body_too_large") from None
-    except msgspec.ValidationError as error:
-        raise _bad_field(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise BadRequest(f"the body is not JSON: {error}") from None
-
-
-def _bad_field(sentence: str) -> BadField:
-    found = _PATH.match(sentence)
-    what, path = (found["what"], found["path"]) if found else (sentence, "")
-    missing = _MISSING.search(what)
-    if missing:
-        path = f"{path}.{missing['name']}" if path else missing["name"]
-    return BadField(f"{path}: {what}" if path else what, param=path)
+    return read_json(content, kind)
 
 
 def refuse_fields(body: Struct, names: tuple[str, ...]) -> None:
@@ -121,6 +105,7 @@ class OpenAIBody(Struct, kw_only=True):
     extra_key: str | None = None
     cache_salt: str | None = None
     data_parallel_rank: Count | None = None
+    logprobs_raw: bool = False
     # known, not built
     response_format: dict[str, Any] | None = None
     regex: str | None = None
@@ -263,6 +248,7 @@ class GenerateBody(Struct, kw_only=True):
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool = False
+    logprobs_raw: bool = False
     return_hidden_states: bool | list[bool] = False
     return_entropy: bool = False
     return_bytes: bool = False
@@ -284,14 +270,6 @@ class GenerateBody(Struct, kw_only=True):
         refuse_fields(self, NOT_BUILT)
         if (self.text is None) == (self.input_ids is None):
             raise BadField("give exactly one of text and input_ids", param="text")
-
-
-class AbortBody(Struct, kw_only=True):
-    rid: str | list[str] = ""
-    abort_all: bool = False
-    prefix: bool = False
-    reason: Annotated[str, Meta(max_length=500)] = ""
-    abort_message: str | None = None
 
 
 class TokenizeBody(Struct, kw_only=True):

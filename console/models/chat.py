@@ -74,7 +74,8 @@ class Message(models.Model):
     # A question; answers side by side share it, whichever workers they run on.
     turn = models.CharField(max_length=128, blank=True, editable=False)
 
-    # Where an answer came from. ``epochs`` are runs [count, epoch] over ``token_ids``.
+    # Where an answer came from. ``epochs`` are runs [count, epoch] over ``token_ids``,
+    # ``kv_epochs`` over the keys of the whole context.
     compare = models.BooleanField(default=False, help_text="One of several, side by side")
     route = models.CharField(max_length=64, blank=True)
     stream = models.CharField(max_length=64, blank=True, db_index=True)
@@ -85,6 +86,7 @@ class Message(models.Model):
     params = models.JSONField(default=dict, blank=True)
     token_ids = models.JSONField(default=list, blank=True)
     epochs = models.JSONField(default=list, blank=True)
+    kv_epochs = models.JSONField(null=True, blank=True)
     logprobs = models.JSONField(null=True, blank=True)
     entropy = models.JSONField(null=True, blank=True)
     top = models.JSONField(null=True, blank=True)

@@ -19,9 +19,6 @@ class ApiKeyQuerySet(models.QuerySet["ApiKey"]):
             .filter(models.Q(owner=None) | models.Q(owner__is_active=True))
         )
 
-    def by_token(self, token: str) -> ApiKeyQuerySet:
-        return self.filter(digest=ApiKey.digest_of(token))
-
 
 class ApiKey(models.Model):
     """A key of a program. 256 random bits need no slow hash."""

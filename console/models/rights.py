@@ -6,13 +6,14 @@ from django.db import models
 
 
 class Right(models.Model):
-    """``console/access.py`` names these; migration 0002 gives them to the groups."""
+    """``console/access.py`` names these; migrations 0002 and 0005 give them to the groups."""
 
     class Meta:
         managed = False
         default_permissions = ()
         permissions = [
             ("view_fleet", "See engine, workers and ranks"),
+            ("view_jobs", "See jobs, requests and audit"),
             ("use_inference", "Chat and generate"),
             ("control_engine", "Control the engine"),
             ("manage_keys", "Create and revoke own API keys"),

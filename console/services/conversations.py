@@ -27,6 +27,7 @@ ANSWER_FIELDS = (
     "params",
     "token_ids",
     "epochs",
+    "kv_epochs",
     "logprobs",
     "entropy",
     "top",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from console.database import in_database
+from console.services import weights
 from console.services.feed import as_json, unreachable
 from console.worker import this_worker
 from engine.errors import DeadlineExceeded, EngineUnreachable, QuarterdeckError
@@ -27,17 +29,27 @@ async def read_fleet() -> dict[str, Any]:
 
 async def epoch_labels(epochs: set[int]) -> dict[int, EpochLabel]:
     """Version and trainer's step of each epoch."""
-    return await this_worker().lineage.labels(epochs, read_snapshot)
+    return await this_worker().engine.labels(epochs)
 
 
 async def read_epoch(epoch: int) -> dict[str, Any]:
-    """All that the router knows of one epoch. Raises ``NotFound``."""
-    reply = await this_worker().engine.call(
-        GetEpochReqInput, deadline_s=READ_DEADLINE_S, epoch=epoch
-    )
-    if not reply.success:
-        raise QuarterdeckError(
-            reply.message, status_code=reply.status_code, err_type=reply.err_type
+    """All that router and database know of one epoch. Raises ``NotFound``."""
+    known = await in_database(weights.lineage, epoch)
+    try:
+        reply = await this_worker().engine.call(
+            GetEpochReqInput, deadline_s=READ_DEADLINE_S, epoch=epoch
         )
+    except (EngineUnreachable, DeadlineExceeded):
+        if known is None:
+            raise
+        return known
+    if not reply.success:
+        if known is None:
+            raise QuarterdeckError(
+                reply.message, status_code=reply.status_code, err_type=reply.err_type
+            )
+        return known
     [found] = reply.result["epochs"]
-    return {"epoch": epoch, **found}
+    job = await in_database(weights.job_of, found.get("job", ""))
+    told = {**found, "job": job, "committed_at": found.get("at")}
+    return {**(known or {}), **told, "source": (known or found)["source"]}

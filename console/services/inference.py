@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -12,7 +11,7 @@ from console.auth import Principal
 from console.services import limits
 from console.worker import this_worker
 from engine.client import GenerateReqInput
-from engine.messages import ControlReply, StrRow
+from engine.messages import StrRow
 
 
 async def admit(principal: Principal, requests: list[GenerateReqInput]) -> list[GenerateReqInput]:
@@ -22,6 +21,7 @@ async def admit(principal: Principal, requests: list[GenerateReqInput]) -> list[
     """
     principal.require("use_inference")
     await limits.count_requests(principal, len(requests))
+    requests = [replace(request, actor=principal.actor) for request in requests]
     if not principal.max_new_tokens:
         return requests
     return [_cut(request, principal.max_new_tokens) for request in requests]
@@ -47,12 +47,10 @@ def generate(
     return this_worker().engine.generate_many(requests, parent)
 
 
-async def abort(
-    principal: Principal, *, rid: str, abort_all: bool, prefix: bool, reason: str
-) -> ControlReply:
-    """By exact rid for whoever may generate; prefix and all are control actions."""
-    principal.require("control_engine" if abort_all or prefix else "use_inference")
-    arguments: dict[str, Any] = {"abort_all": abort_all, "prefix": prefix}
-    if reason:
-        arguments["reason"] = reason
-    return await this_worker().engine.abort(rid, actor=principal.actor, **arguments)
+async def abort(principal: Principal, *, rid: str, reason: str = "") -> list[str]:
+    """Ends a request by its exact rid, or all children of that parent; which ones were found."""
+    principal.require("use_inference")
+    reason = reason or "aborted by the client"
+    reply = await this_worker().engine.abort(rid, actor=principal.actor, reason=reason)
+    found: list[str] = reply.result.get("found", [])
+    return found

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
+import logging
 import secrets
 import time
 from dataclasses import replace
 
-from channels.db import database_sync_to_async
 from django.db import transaction
 from django.utils import timezone
 
 from console import auth, events
+from console.database import DatabaseAway, in_database, within
 from console.models import ApiKey
 from engine.errors import BadRequest
+
+log = logging.getLogger(__name__)
 
 KEY_PREFIX = "qd-"
 CACHE_S = 1.0  # how long a revoked key may still work; one look-up per key, worker and second
 CACHE_KEYS = 1000
-USED_EVERY_S = 60  # resolution of ``last_used_at``
+WATCH_S = 30.0  # resolution of ``last_used_at``, age of what is known without the database
 
 INVALID = replace(auth.ANONYMOUS, refusal="the API key is unknown, expired or revoked")
 
@@ -74,15 +78,25 @@ def revoke_key(*, key_id: int, principal: auth.Principal) -> bool:
 # ---------------------------------------------------------------- authentication
 
 _known: dict[str, tuple[float, auth.Principal]] = {}
+_all: dict[str, tuple[ApiKey, auth.Principal]] = {}  # every usable key, as last read
 
 
 async def authenticate(token: str) -> auth.Principal:
-    """The principal of a key; an anonymous one that says why when the key is no good."""
+    """The principal of a key; an anonymous one that says why when the key is no good.
+
+    While the database is away no key is made or revoked, so what ``watch`` read stays true.
+    """
     digest = ApiKey.digest_of(token)
     known = _known.get(digest)
     if known is not None and time.monotonic() - known[0] < CACHE_S:
         return known[1]
-    principal = await database_sync_to_async(_look_up)(token)
+    try:
+        principal = await within(auth.AUTH_PATIENCE_S, _look_up, digest)
+    except DatabaseAway:
+        if digest not in _all:
+            raise
+        key, principal = _all[digest]
+        principal = principal if key.state == "usable" else INVALID
     if len(_known) >= CACHE_KEYS:
         _known.clear()
     _known[digest] = (time.monotonic(), principal)
@@ -90,18 +104,41 @@ async def authenticate(token: str) -> auth.Principal:
 
 
 def forget(key_id: int) -> None:
-    """Drops a key from the cache; what does not hear of it forgets within ``CACHE_S``."""
+    """Drops a key from the caches; what does not hear of it forgets within ``CACHE_S``."""
     for digest, (_, principal) in list(_known.items()):
         if principal.key_id == key_id:
             del _known[digest]
+    for digest, (key, _) in list(_all.items()):
+        if key.pk == key_id:
+            del _all[digest]
 
 
-def _look_up(token: str) -> auth.Principal:
-    now = timezone.now()
-    key = ApiKey.objects.by_token(token).usable(now).first()
+def _look_up(digest: str) -> auth.Principal:
+    key = ApiKey.objects.filter(digest=digest).usable(timezone.now()).first()
     if key is None:
         return INVALID
-    stale = now - datetime.timedelta(seconds=USED_EVERY_S)
-    if key.last_used_at is None or key.last_used_at < stale:
-        ApiKey.objects.filter(pk=key.pk).update(last_used_at=now)
     return auth.principal_of_key(key)
+
+
+async def watch() -> None:
+    """Until cancelled: knows every usable key, and writes down which ones were used."""
+    while True:
+        try:
+            found = await in_database(_read_all)
+            _all.clear()
+            _all.update(found)
+            now = time.monotonic()
+            used = {p.key_id for at, p in _known.values() if p.key_id and now - at < WATCH_S}
+            await in_database(note_used, used)
+        except DatabaseAway as error:
+            log.warning("keys are not read: %s", error.message)
+        await asyncio.sleep(WATCH_S)
+
+
+def _read_all() -> dict[str, tuple[ApiKey, auth.Principal]]:
+    usable = ApiKey.objects.usable(timezone.now())
+    return {key.digest: (key, auth.principal_of_key(key)) for key in usable}
+
+
+def note_used(key_ids: set[int]) -> None:
+    ApiKey.objects.filter(pk__in=key_ids).update(last_used_at=timezone.now())

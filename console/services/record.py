@@ -163,6 +163,7 @@ def _store_answer(message_id: int, answer: Answer) -> None:
         rank=answer.rank,
         token_ids=answer.token_ids,
         epochs=answer.epoch_runs,
+        kv_epochs=answer.kv_epochs,
         logprobs=answer.logprobs or None,
         entropy=answer.entropy or None,
         top=answer.top or None,

@@ -7,25 +7,14 @@ asks the database once for all sockets of an account.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
 from collections import defaultdict
 from collections.abc import Callable
 
-from django.db import Error as DatabaseError
-
 from console import auth
-
-log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 CLOSE_SIGNED_OUT = 4401
 CLOSE_FORBIDDEN = 4403
-
-
-def session_digest(session_key: str) -> str:
-    """Names a session in hints and logs without giving it away."""
-    return hashlib.sha256(session_key.encode()).hexdigest()
 
 
 class Sockets:
@@ -50,7 +39,7 @@ class Sockets:
                 del self._open[principal]
 
     def end_session(self, digest: str) -> None:
-        self._end(lambda p: bool(p.session_key) and session_digest(p.session_key) == digest)
+        self._end(lambda p: bool(p.session_key) and auth.session_digest(p.session_key) == digest)
 
     def end_key(self, key_id: int) -> None:
         self._end(lambda p: p.key_id == key_id)
@@ -65,10 +54,6 @@ class Sockets:
         while True:
             await asyncio.sleep(SWEEP_S)
             for principal in list(self._open):
-                try:
-                    again = await auth.check_again(principal)
-                except DatabaseError as error:
-                    log.warning("sockets are not checked while the database is away: %s", error)
-                    break
+                again = await auth.check_again(principal)
                 if again.permissions != principal.permissions:
                     self._end(lambda p, gone=principal: p == gone)  # type: ignore[misc]

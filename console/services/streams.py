@@ -41,6 +41,7 @@ class Answer:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     epochs: list[tuple[int, int]] = field(default_factory=list)
+    kv_epochs: list[tuple[int, int]] | None = None
     logprobs: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)  # candidates per token
@@ -58,6 +59,7 @@ class Answer:
         self.text.append(row.text)
         self.token_ids += row.output_ids
         self.epochs += row.epochs
+        self.kv_epochs = row.kv_epochs or self.kv_epochs
         self.entropy += row.entropy or []
         if row.output_logprobs is not None:
             self.logprobs += row.output_logprobs.values
@@ -372,12 +374,16 @@ class StreamHub:
 
 
 def delta_fields(row: StrRow) -> dict[str, Any]:
-    """A ``delta`` frame; candidates are ``[[id, logprob], ...]`` per token, best first."""
+    """A ``delta`` frame; candidates are ``[[id, logprob], ...]`` per token, best first.
+
+    ``made_at`` is when its newest token was sampled.
+    """
     fields: dict[str, Any] = {
         "type": "delta",
         "text": row.text,
         "token_ids": row.output_ids,
         "epochs": join_runs(row.epochs),
+        "made_at": row.made_at,
     }
     if row.output_logprobs is not None:
         fields["logprobs"] = row.output_logprobs.values

@@ -15,6 +15,11 @@ NAV: list[list[tuple[str, str, str, str]]] = [  # name, label, url, the right th
     [
         ("fleet", "Fleet", "/fleet/", "view_fleet"),
         ("playground", "Playground", "/playground/", "view_fleet"),
+        ("requests", "Requests", "/requests/", "view_jobs"),
+        ("weights", "Weights", "/weights/", "view_fleet"),
+        ("profiles", "Profiles", "/profiles/", "view_fleet"),
+        ("dumps", "Dumps", "/dumps/", "view_fleet"),
+        ("jobs", "Jobs", "/jobs/", "view_jobs"),
     ],
     [
         ("connect", "Connect", "/connect/", "view_fleet"),

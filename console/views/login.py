@@ -15,7 +15,7 @@ from django.views.decorators.http import require_POST
 
 from console import events
 from console.access import open_to_all
-from console.services.sockets import session_digest
+from console.auth import session_digest
 
 _form = LoginView.as_view(redirect_authenticated_user=True)
 

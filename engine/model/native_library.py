@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.model.layout import Source
+from engine.model.weights import overwrite
 
 FLOAT32, BFLOAT16, INT4, INT8 = range(4)
 PANEL = 16  # rows of a packed panel
@@ -183,7 +184,7 @@ class PanelTarget:
         return packed
 
     def commit(self, staged: torch.Tensor) -> None:
-        self.where.copy_(staged)
+        overwrite(self.where, staged)
 
     def read(self, count: int) -> list[float]:
         """Quantised weights as their codes make them."""

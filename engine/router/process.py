@@ -29,6 +29,7 @@ from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up
 from engine.router.control import ControlDesk, Operation, Outcome
 from engine.router.ledger import Spool, load_ledger, save_ledger
 from engine.router.operations import Operations
+from engine.router.recording_files import drop_recording, open_recording
 from engine.router.registry import Entry, Registry
 from engine.router.requests import RequestDesk
 from engine.router.state import EngineState
@@ -44,6 +45,7 @@ INTERNAL_DEADLINE_S = 300.0
 RESYNC_EVERY_S = 30.0  # between tries to bring a group to its weights
 UPDATES = frozenset(kind.__name__ for kind in m.WeightUpdate.__subclasses__())
 EPOCHS_IN_SNAPSHOT = 64
+NOTICES = 32  # kept for workers that join late or miss a snapshot
 
 
 class Outbox:
@@ -156,6 +158,8 @@ class Router:
             tensor_ranks=config.tp, send=self._send_call, on_idle=self._reconcile
         )
         self._resynced_at: dict[int, float] = {}
+        self._notices: deque[m.Notice] = deque(maxlen=NOTICES)
+        self._lost_noted = ""
         self._heartbeat_at = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
             m.Lease: self._on_lease,
@@ -167,7 +171,7 @@ class Router:
             m.AbortReq: self._on_abort,
             m.GetFleetReqInput: self._on_get_fleet,
             m.GetOutcomeReqInput: self._on_get_outcome,
-            m.RequestEnded: self.desk.ended,
+            m.RequestEnded: self._on_request_ended,
             m.RankLoad: self._on_rank_load,
             m.RankReply: self._on_rank_reply,
             m.ProcessUp: self._on_process_up,
@@ -228,6 +232,7 @@ class Router:
             self._count("leases_lapsed")
             self._fence(inbox, "its lease lapsed")
         self.desk.expire(now)
+        self._note_lost_weights()
         if self.control.open_exclusive is None:
             self._end_what_nobody_holds(now)
             self._reconcile()
@@ -236,9 +241,12 @@ class Router:
     def _end_what_nobody_holds(self, now: float) -> None:
         session, pause = self.session, self.ledger.pause
         if session is not None and session.idle(now, self.config.session_idle_s):
+            self._note("session_dropped", f"weight session {session.id} was idle for "
+                       f"{self.config.session_idle_s:g} s: what it staged is dropped")  # fmt: skip
             self._count("weight_sessions_dropped")
             self.operations.updates.drop_idle()
         if pause is not None and now > pause.until:
+            self._note("pause_lease_expired", "the pause's lease ran out: generation goes on")
             self._count("pause_leases_expired")
             self._run_internal("end_pause", self.operations.end_pause())
 
@@ -291,6 +299,12 @@ class Router:
         for dp in groups:
             self._send_call("", op, dp)
 
+    def open_recording(self, kind: m.RecordingKind, directory: str, recording_id: str) -> None:
+        open_recording(self.config, kind, Path(directory), recording_id)
+
+    def drop_recording(self, kind: m.RecordingKind, directory: str, recording_id: str) -> None:
+        drop_recording(kind, Path(directory), recording_id)
+
     def effective_paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         try:
             return effective(paths)
@@ -301,6 +315,16 @@ class Router:
     def open_update(self) -> str | None:
         running = self.control.open_of(UPDATES)
         return running.job if running else None
+
+    def _note(self, kind: str, text: str) -> None:
+        """Something that nobody asked for: goes out with the next snapshots."""
+        log.warning("%s: %s", kind, text)
+        self._notices.append(m.Notice(id=uuid.uuid4().hex, at=time.time(), kind=kind, text=text))
+
+    def _note_lost_weights(self) -> None:
+        if self.ledger.lost and self.ledger.lost != self._lost_noted:
+            self._note("weights_lost", self.ledger.lost)
+        self._lost_noted = self.ledger.lost
 
     def _snapshot(self, now: float) -> m.FleetSnapshot:
         newest = sorted(self.ledger.epochs)[-EPOCHS_IN_SNAPSHOT:]
@@ -320,6 +344,7 @@ class Router:
             },
             pause_until=self.ledger.pause.until if self.ledger.pause else None,
             session=self.session.id if self.session else None,
+            notices=list(self._notices),
             counters={
                 **self.counters,
                 "live_requests": len(self.registry.entries),
@@ -392,6 +417,8 @@ class Router:
         if outcome is not None:
             result |= {
                 "success": outcome.success,
+                "status_code": outcome.status_code,
+                "err_type": outcome.err_type,
                 "message": outcome.message,
                 "result": outcome.result,
                 "ranks": msgspec.to_builtins(outcome.ranks),
@@ -426,14 +453,21 @@ class Router:
         return note
 
     def _run_internal(self, name: str, operation: Operation) -> None:
+        self._run_uncalled(name, operation, time.time() + INTERNAL_DEADLINE_S, exclusive=True)
+
+    def run_beside(self, name: str, operation: Operation, deadline: float) -> None:
+        self._run_uncalled(name, operation, deadline, exclusive=False)
+
+    def _run_uncalled(
+        self, name: str, operation: Operation, deadline: float, *, exclusive: bool
+    ) -> None:
         """An operation that nobody called: its outcome goes to the log."""
-        now = time.time()
-        call = m.Call(id="", deadline=now + INTERNAL_DEADLINE_S, actor="router")
+        call = m.Call(id="", deadline=deadline, actor="router")
 
         def note(outcome: Outcome) -> None:
             log.info("%s: %s %s", name, "done" if outcome.success else "failed", outcome.message)
 
-        self.control.submit(name, call, operation, note, exclusive=True, now=now)
+        self.control.submit(name, call, operation, note, exclusive=exclusive, now=time.time())
 
     def _answer(self, message: m.ControlReq, outcome: Outcome) -> None:
         if not message.call.id:
@@ -459,6 +493,10 @@ class Router:
         self.control.on_answer(message.call_id, message.answer, time.time())
 
     # ------------------------------------------------------------------ processes
+
+    def _on_request_ended(self, message: m.RequestEnded) -> None:
+        self.desk.ended(message)
+        self.operations.recordings.requests_ended(message.rids)
 
     def _on_rank_load(self, load: m.RankLoad) -> None:
         rank = self.state.ranks.get((load.dp, load.tp))
@@ -492,6 +530,7 @@ class Router:
             self.desk.detokenizer_down(message)
             return
         dp, why = message.index, f"died ({message.reason})"
+        self._note("rank_died", f"rank dp{dp} tp{message.tp} {why}; its group restarts")
         self.state.group_down(dp)
         self.sockets.disconnect_rank(dp)
         self.desk.rank_down(message)

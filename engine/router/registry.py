@@ -24,10 +24,12 @@ class Entry:
     inbox: str
     reserved_at: float
     priority: int = 0
+    actor: str = ""
     pinned_dp: int | None = None
     dp: int | None = None
     accepted_at: float = 0.0
     prompt_tokens: int = 0
+    max_new_tokens: int = 0
     fingerprint: int = 0
     aborted: str | None = None  # the reason; final, also when it comes before the submit
 
@@ -119,6 +121,7 @@ class Registry:
                 inbox=message.http_worker_ipc,
                 reserved_at=now,
                 priority=message.priority,
+                actor=message.actor,
                 pinned_dp=message.dp_rank,
             )
             self.children[message.parent].add(rid)

@@ -108,6 +108,7 @@ class RequestDesk:
             return
         entry.accepted_at = time.time()
         entry.prompt_tokens = len(message.input_ids)
+        entry.max_new_tokens = message.sampling.max_new_tokens
         entry.fingerprint = hash((tuple(message.input_ids), message.sampling.max_new_tokens))
         if entry.aborted is not None:
             self._refuse(message, 499, "aborted", entry.aborted)
@@ -286,6 +287,8 @@ class RequestDesk:
                 "priority": entry.priority,
                 "since": entry.reserved_at,
                 "prompt_tokens": entry.prompt_tokens,
+                "max_new_tokens": entry.max_new_tokens,
+                "actor": entry.actor,
                 "aborted": entry.aborted,
             }
             for entry in self._registry.entries.values()

@@ -6,6 +6,7 @@ Path: scheduler/control.py joins and leaves; update.py receives; transfer.py is 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ class Groups:
 
     def join(self, op: JoinGroup, rank: int) -> None:
         """Raises WeightError for a name in use, a rank outside the world, an absent trainer."""
+        deadline = time.monotonic() + op.timeout_s
         from engine.weights.transfer import join_group
 
         if not 0 < rank < op.world_size:
@@ -47,7 +49,7 @@ class Groups:
                 world_size=op.world_size,
                 name=op.group_name,
                 backend=op.backend,
-                timeout_s=op.timeout_s,
+                timeout_s=deadline - time.monotonic(),
             )
         finally:
             self._joining.discard(op.group_name)

@@ -170,7 +170,11 @@ class WeightGroup:
                     self._engine.post, "/update_weights_from_distributed",
                     session_id=session.id, group_name=self.name, **described(bucket),
                 )  # fmt: skip
-                broadcast(self.group, bucket, failed=partial(_failed, answer))
+                try:
+                    broadcast(self.group, bucket, failed=partial(_failed, answer))
+                except RuntimeError:
+                    answer.result()  # the engine's reason, where it has one
+                    raise
                 answer.result()
         return session.result
 

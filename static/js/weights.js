@@ -37,8 +37,12 @@ function drawCurrent() {
   setData(box.querySelector(".swatch"), "ramp", ramp(current.epoch));
   const mixed = new Set(picture.groups.map(({ epoch }) => epoch)).size > 1;
   fill(box, {
-    version: mixed ? "Mixed" : current.weight_version, step: stepName(current.token_step, current.epoch), epoch: `epoch ${current.epoch}`,
-    since: `since ${when(current.started_at)}, ${duration(picture.now - current.started_at)}`, source: current.source, checksum: current.checksum,
+    version: mixed ? "Mixed" : current.weight_version,
+    serving: [
+      ...(current.token_step === null ? [] : [stepName(current.token_step, current.epoch)]), `epoch ${current.epoch}`,
+      `since ${when(current.started_at)}, ${duration(picture.now - current.started_at)}`,
+    ].join(" · "),
+    source: current.source, checksum: current.checksum || "of the model's own files: not taken",
     groups: mixed ? picture.groups.map((group) => `dp${group.dp}: ${group.weight_version}, ${stepName(group.token_step, group.epoch)}`).join(" · ") : "",
   });
 }

@@ -12,6 +12,7 @@ from django.urls import path
 
 from console import urls
 from console.access import OPEN, access_of, routes, undeclared_routes
+from console.api import unsupported
 from console.asgi import application
 from console.sockets import SocketGate
 from tests.console.communicator import OURS, Socket, cookie_for
@@ -20,6 +21,7 @@ OPEN_ROUTES = {
     "",
     "logout/",
     "health",
+    "metrics",
     "ready",
     "health_generate",
     "admin/login/",
@@ -28,8 +30,10 @@ OPEN_ROUTES = {
 EXAMPLES = {
     "int:conversation_id": "1",
     "int:key_id": "1",
+    "int:job_id": "1",
     "int:number": "1",
     "path:name": "default",
+    "str:name": "pause",
     "path:object_id": "1",
     "int:content_type_id": "1",
     "str:app_label": "console",
@@ -74,10 +78,11 @@ async def test_a_stranger_gets_401_or_the_login_form(database):
 
 
 RIGHTS = {
-    "viewer": {"view_fleet"},
-    "operator": {"view_fleet", "use_inference", "control_engine", "manage_keys"},
+    "viewer": {"view_fleet", "view_jobs"},
+    "operator": {"view_fleet", "view_jobs", "use_inference", "control_engine", "manage_keys"},
     "admin": {
         "view_fleet",
+        "view_jobs",
         "use_inference",
         "control_engine",
         "manage_keys",
@@ -93,10 +98,20 @@ async def test_a_role_reaches_what_its_rights_name_and_nothing_else(role, make_u
     for pattern, view, names in CLOSED:
         response = await client.get(address(pattern))
         access = access_of(view, names)
-        if access.key_only:
+        if access.key_only or access.key_only_get:
             assert response.status_code == 401, pattern
         else:
             assert (response.status_code == 403) == (access.permission not in RIGHTS[role]), pattern
+
+
+async def test_a_get_that_changes_something_takes_a_key(make_key):
+    key = await sync_to_async(make_key)("control")
+    client, bearer = AsyncClient(), {"Authorization": f"Bearer {key}"}
+    found = [pattern for pattern, view, names in CLOSED if access_of(view, names).key_only_get]
+    assert {"flush_cache", "slow_down", "freeze_gc"} <= set(found)
+    for pattern in found:
+        response = await client.get(address(pattern), headers=bearer)
+        assert response.status_code in (400, 503), pattern  # let in; there is no engine here
 
 
 def test_a_view_that_declares_nothing_is_refused_at_run_time(sign_in, settings):
@@ -126,10 +141,11 @@ def test_a_key_reaches_what_its_scopes_name(make_key):
 
 def test_routes_of_the_field_that_are_not_built_say_so(make_key):
     bearer = {"Authorization": f"Bearer {make_key('control')}"}
-    for name in urls.NOT_BUILT:
+    for name, sentence in unsupported.ROUTES.items():
         response = Client().post(f"/{name}", headers=bearer)
         assert response.status_code == 501
         assert response.json()["error"]["code"] == "not_supported"
+        assert response.json()["error"]["message"] == sentence
 
 
 def test_a_wrong_key_is_refused_even_beside_a_good_session(sign_in):
@@ -158,7 +174,7 @@ def test_a_probe_answers_whatever_the_host_header_says():
 
 # ---------------------------------------------------------------- sockets
 
-SOCKETS = ["/ws/chat/", "/ws/fleet/"]
+SOCKETS = ["/ws/chat/", "/ws/fleet/", "/ws/jobs/"]
 
 
 async def outcome(path: str, *headers: tuple[bytes, bytes]) -> str:
@@ -206,6 +222,7 @@ async def test_a_rebound_host_name_is_refused(sign_in):
 async def test_a_viewer_watches_and_does_not_chat(sign_in):
     cookie = await cookie_for(sign_in, "viewer")
     assert await outcome("/ws/fleet/", cookie, OURS) == "open"
+    assert await outcome("/ws/jobs/", cookie, OURS) == "open"
     assert await outcome("/ws/chat/", cookie, OURS) == "4403"
 
 

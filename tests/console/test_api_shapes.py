@@ -8,15 +8,14 @@ import struct
 
 import pytest
 from django.test import RequestFactory
-from hypothesis import given
-from hypothesis import strategies as st
 
 from console.api import meta, sse
-from console.api.errors import BadField, NotSupported, error_body
+from console.api.errors import NotSupported, error_body
 from console.api.expand import expand
 from console.api.schemas import ChatCompletionBody, CompletionBody, GenerateBody, decode
+from console.fields import BadField
 from engine.errors import BadRequest, Overloaded
-from engine.messages import Finish, Hidden, OutputLogprobs, StrRow, TopLogprobs
+from engine.messages import EpochLabel, Finish, Hidden, OutputLogprobs, StrRow, TopLogprobs
 
 
 def body(kind, raw: str):
@@ -161,14 +160,19 @@ def test_no_limit_means_what_is_left_of_the_context():
 # ---------------------------------------------------------------- meta_info
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2))), st.integers(0, 50))
-def test_spans_cover_the_tokens_without_gap_or_overlap(runs, start):
-    spans = meta.spans(runs, start)
-    tokens = [value for value, first, end in spans for _ in range(first, end)]
-    assert tokens == [value for count, value in runs for _ in range(count)]
-    edges = [start, *(end for _, _, end in spans)]
-    assert [first for _, first, _ in spans] == edges[:-1]
-    assert all(left[0] != right[0] for left, right in zip(spans, spans[1:], strict=False))
+async def test_spans_of_a_delta_count_from_the_answers_start(monkeypatch):
+    async def labels(epochs):
+        return {epoch: EpochLabel(weight_version=f"v{epoch}", token_step=epoch) for epoch in epochs}
+
+    monkeypatch.setattr(meta.fleet, "epoch_labels", labels)
+    row = StrRow(rid="r", http_worker_ipc="", output_ids=[1, 2, 3], epochs=[(2, 7), (1, 8)],
+                 kv_epochs=[(5, 7), (3, 8)])  # fmt: skip
+    told = await meta.provenance(row, 10)
+    assert told["token_steps"] == [7, 7, 8]
+    assert told["weight_versions"] == [("v7", 10, 12), ("v8", 12, 13)]
+    assert told["epochs"] == [(7, 10, 12), (8, 12, 13)]
+    assert told["kv_token_steps"] == [(7, 0, 5), (8, 5, 8)]
+    assert told["weight_version"] == "v8"
 
 
 def test_logprobs_are_triples_of_value_id_and_text():

@@ -18,6 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
 from tests.engine.model.tiny import make_scripted_dir
+from tests.native import share_native
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PASSWORD = "correct horse"
@@ -157,6 +158,7 @@ def environment_of(home: Path, **changes: str) -> dict[str, str]:
 def running_tree(home: Path, *, wait: bool = True, **changes: str) -> Iterator[Tree]:
     """Started, ready, with a key of both scopes; ended by SIGTERM, or by SIGKILL if it must."""
     make_scripted_dir(home / "models" / "scripted")
+    share_native(home)
     environment = environment_of(home, **changes)
     with open(home / "serve.log", "w") as log:
         process = subprocess.Popen(

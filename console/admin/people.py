@@ -1,4 +1,4 @@
-"""Django's admin: conversations and keys to look at, revoke and delete; accounts and schedules."""
+"""Conversations and keys: to look at, revoke and delete."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 else:
     MessageInlineBase = admin.TabularInline
     ConversationAdminBase = ApiKeyAdminBase = admin.ModelAdmin
-
-admin.site.site_header = "Quarterdeck administration"
-admin.site.site_title = "Quarterdeck"
-admin.site.index_title = "Records"
 
 
 class MessageInline(MessageInlineBase):
