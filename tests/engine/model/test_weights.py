@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.messages import SamplingParams
+from engine.model.memory import Storages
 from engine.model.runner import ModelRunner, make_runner
 from engine.weights.checkpoint import Checkpoint, WeightError
 from engine.weights.groups import Groups
