@@ -61,8 +61,6 @@ CONSOLE_MAY_IMPORT = {
     "engine.provenance",
     "engine.dumps.points",  # what may be asked for; pure
     "engine.profiling.spec",  # likewise
-    "engine.profiling.spec",
-    "engine.dumps.points",
 }
 
 
