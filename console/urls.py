@@ -7,7 +7,7 @@ from typing import Any, cast
 from django.contrib import admin
 from django.urls import path, re_path
 
-from console.api import console, control, loads, metrics, native, openai, unsupported
+from console.api import console, control, loads, metrics, native, openai, recordings, unsupported
 from console.api import jobs as jobs_api
 from console.api import weights as weights_api
 from console.consumers.chat import ChatConsumer
@@ -15,6 +15,7 @@ from console.consumers.fleet import FleetConsumer
 from console.consumers.jobs import JobsConsumer
 from console.sockets import SocketGate, refuse_socket
 from console.views import connect, fleet, jobs, keys, login, playground, requests, weights
+from console.views import recordings as recording_pages
 
 handler404 = "console.views.errors.not_found"
 handler500 = "console.views.errors.server_error"
@@ -27,6 +28,12 @@ pages = [
     path("playground/<int:conversation_id>/", playground.playground, name="conversation"),
     path("requests/", requests.requests, name="requests"),
     path("weights/", weights.weights, name="weights"),
+    path("profiles/", recording_pages.profiles, name="profiles"),
+    path("profiles/<str:name>/", recording_pages.profile, name="profile"),
+    path("profiles/<str:name>/viewer/", recording_pages.profile_viewer, name="profile-viewer"),
+    path("dumps/", recording_pages.dumps, name="dumps"),
+    path("dumps/compare/", recording_pages.compare_dumps, name="dump-compare"),
+    path("dumps/<str:name>/", recording_pages.dump, name="dump"),
     path("jobs/", jobs.jobs, name="jobs"),
     path("jobs/audit/", jobs.audit, name="audit"),
     path("jobs/<int:job_id>/", jobs.job, name="job"),
@@ -83,6 +90,7 @@ CONTROL_ROUTES = {  # route -> action; those that SGLang also has as GET
     "init_weights_update_group": ("join_weight_group", False),
     "destroy_weights_update_group": ("leave_weight_group", False),
     "update_weight_version": ("relabel_weights", False),
+    "stop_profile": ("stop_profile", True),
 }
 
 control_api = [
@@ -113,6 +121,22 @@ control_api = [
     path("api/checkpoints", weights_api.checkpoint_list),
 ]
 
+recording_api = [
+    path("start_profile", recordings.start_profile),
+    path("lazy_dump_tensors", recordings.lazy_dump_tensors),
+    path("lazy_dump_tensors/points", recordings.dump_points),
+    path("lazy_dump_tensors/<str:name>", recordings.dump_state),
+    path("api/profiles", recordings.list_profiles),
+    path("api/profiles/<str:name>", recordings.profile),
+    path("api/profiles/<str:name>/lanes", recordings.profile_lanes),
+    path("api/profiles/<str:name>/files/<str:file>", recordings.profile_file),
+    path("api/dumps", recordings.list_dumps),
+    path("api/dumps/compare", recordings.compare_dumps),
+    path("api/dumps/<str:name>", recordings.dump),
+    path("api/dumps/<str:name>/view", recordings.dump_view),
+    path("api/dumps/<str:name>/files/<str:file>", recordings.dump_file),
+]
+
 not_built = [
     path(name, unsupported.route(sentence)) for name, sentence in unsupported.ROUTES.items()
 ]
@@ -123,6 +147,7 @@ urlpatterns = [
     *openai_api,
     *native_api,
     *control_api,
+    *recording_api,
     *not_built,
     path("admin/login/", login.admin_login),
     path("admin/logout/", login.sign_out),

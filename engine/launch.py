@@ -179,6 +179,7 @@ class Launcher:
                 READY_FD: str(writer),
                 PARENT_PID: str(os.getpid()),
                 "OMP_NUM_THREADS": str(self._config.rank_threads),
+                "KINETO_LOG_LEVEL": "6",  # else each profile writes into a terminal
             },
             pass_fds=(writer,),
             stdin=subprocess.DEVNULL,

@@ -25,6 +25,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 
+from engine.dumps import points as dump_points
+from engine.profiling import spec as profile_spec
+
 # How two consecutive rows of one request become one: see ``merge``.
 APPEND = "append"  # lists, strings, bytes and parts: the later one goes behind the earlier one
 RUNS = "runs"  # lists of (count, value): appended, neighbours of equal value joined
@@ -224,6 +227,51 @@ class SetLogging(RankOp, frozen=True):
     level: str
 
 
+RecordingKind = Literal["profile", "dump"]
+
+
+class StartProfile(RankOp, frozen=True):
+    """Arms a capture before the next step; in band."""
+
+    spec: profile_spec.CaptureSpec
+
+
+class PrepareDump(RankOp, frozen=True):
+    """Make the instrumented forward ready, on a thread. ``paths`` hold ``epoch``'s weights."""
+
+    epoch: int
+    paths: tuple[str, ...] = ()
+
+
+class ArmDump(RankOp, frozen=True):
+    """In band, after ``PrepareDump``; refused when another epoch was committed between them."""
+
+    spec: dump_points.DumpSpec
+
+
+class StopRecording(RankOp, frozen=True):
+    """In band. No error where no such recording runs: it may have ended by itself."""
+
+    kind: RecordingKind
+    id: str
+    reason: str
+
+
+class WaitRecording(RankOp, frozen=True):
+    """Answered when the recording has ended and all its files are written."""
+
+    kind: RecordingKind
+    id: str
+
+
+class WriteDump(RankOp, frozen=True):
+    """Write what the armed dump has kept so far."""
+
+
+class ListDumpPoints(RankOp, frozen=True):
+    pass
+
+
 RankOps = (
     PauseRank
     | ResumeRank
@@ -241,6 +289,13 @@ RankOps = (
     | SlowDown
     | FreezeGC
     | SetLogging
+    | StartProfile
+    | PrepareDump
+    | ArmDump
+    | StopRecording
+    | WaitRecording
+    | WriteDump
+    | ListDumpPoints
 )
 
 
@@ -583,6 +638,48 @@ class FreezeGCReq(ControlReq):
 
 class ConfigureLoggingReq(ControlReq):
     level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class ProfileReqInput(ControlReq):
+    """Profiles every rank. Answered when all have armed (``result["open"]``); the outcome, known
+    under the call's key, comes when all have written: ``result["recorded"]`` says what, by rank.
+
+    409 while another profile runs.
+    """
+
+    spec: profile_spec.CaptureSpec
+
+
+class LazyDumpTensorsReqInput(ControlReq):
+    """Dumps tensors of every rank; answered as ``ProfileReqInput``. 409 while one is armed."""
+
+    spec: dump_points.DumpSpec
+
+
+class StopRecordingReqInput(ControlReq):
+    """Ends the profile or dump that runs (``id``: only this one); answered as a wait for it."""
+
+    recording: RecordingKind
+    id: str | None = None
+
+
+class WaitRecordingReqInput(ControlReq):
+    """Answered when the recording has ended, with its outcome."""
+
+    recording: RecordingKind
+    id: str
+
+
+class GetRecordingsReqInput(ControlReq):
+    """``result["open"]``: what records now, by kind."""
+
+
+class WriteDumpReqInput(ControlReq):
+    """The armed dump writes what it has kept so far."""
+
+
+class GetDumpPointsReqInput(ControlReq):
+    """``result["points"]``: names in execution order, with layer and kinds."""
 
 
 class RankCall(Request):

@@ -21,7 +21,7 @@ from django.utils.html import format_html
 
 from console.auth import Principal, principal_of_user
 from console.models import Checkpoint, Engine, Job
-from console.services import control
+from console.services import catalogue, control
 from console.services.weight_actions import POLICIES
 from engine.errors import QuarterdeckError
 
@@ -92,6 +92,22 @@ class ReloadForm(WeightsForm):
     field_order = ["model_path"]
 
 
+class ProfileForm(ActionForm):
+    num_steps = forms.IntegerField(min_value=1, max_value=1000, initial=8, label="Steps")
+    profile_by_stage = forms.BooleanField(required=False, label="Prefill and decode apart")
+    record_shapes = forms.BooleanField(required=False, label="Shapes of tensors")
+    with_stack = forms.BooleanField(required=False, label="Python stacks (slower)")
+
+
+class DumpForm(ActionForm):
+    modules = forms.CharField(initial="*", help_text="globs over module names, with commas")
+    layers = forms.CharField(required=False, help_text="for example 0-3; empty: all")
+    kinds = forms.CharField(initial="output, logits")
+    ranks = forms.CharField(required=False, help_text="for example dp0-tp0; empty: all")
+    rids = forms.CharField(required=False, label="Requests", help_text="empty: every request")
+    max_steps = forms.IntegerField(min_value=1, initial=1, label="At most steps")
+
+
 def principal_of_request(request: HttpRequest) -> Principal:
     assert request.user.is_authenticated
     return principal_of_user(request.user)
@@ -149,18 +165,25 @@ def _act(
     fixed: dict[str, Any],
 ) -> None:
     try:
-        job = async_to_sync(control.perform)(
+        job = async_to_sync(_performed)(
             principal_of_request(request), name, {**form.given(), **fixed},
             via="admin", reason=form.cleaned_data["reason"], key=request.POST.get("key"),
         )  # fmt: skip
     except QuarterdeckError as error:
         model_admin.message_user(request, error.message, messages.ERROR)
         return
-    good = job.state in (Job.State.DONE, Job.State.PARTIAL)
+    good = job.state in (Job.State.DONE, Job.State.PARTIAL, Job.State.RUNNING)
     link = format_html(
         '<a href="/jobs/{}/">job {}</a>: {} {}', job.pk, job.pk, job.state, job.message
     )
     model_admin.message_user(request, link, messages.SUCCESS if good else messages.ERROR)
+
+
+async def _performed(principal: Principal, name: str, given: dict[str, Any], **said: Any) -> Job:
+    """The job once it has ended, or begun where that is what the engine answers."""
+    doing = await control.start(principal, name, given, **said)
+    kind = catalogue.find(name)
+    return await (doing.begun(kind.deadline_s) if kind.answers_early else doing.ended())
 
 
 class ControlPermission:
@@ -189,6 +212,8 @@ class EngineAdmin(ControlPermission, EngineBase):
         "flush_cache",
         "drain_rank",
         "abort_all",
+        "profile_merge",
+        "lazy_dump",
     )
 
     @admin.action(description="Reload weights", permissions=["control"])
@@ -231,6 +256,22 @@ class EngineAdmin(ControlPermission, EngineBase):
     def abort_all(self, request: HttpRequest, queryset: QuerySet[Engine]) -> HttpResponse | None:
         return ask_then_act(
             self, request, queryset, action="abort_all", name="abort_all", form_class=ActionForm
+        )
+
+    @admin.action(description="Profile (merge)", permissions=["control"])
+    def profile_merge(
+        self, request: HttpRequest, queryset: QuerySet[Engine]
+    ) -> HttpResponse | None:
+        return ask_then_act(
+            self, request, queryset,
+            action="profile_merge", name="profile", form_class=ProfileForm,
+            fixed={"merge_profiles": True},
+        )  # fmt: skip
+
+    @admin.action(description="Lazy dump", permissions=["control"])
+    def lazy_dump(self, request: HttpRequest, queryset: QuerySet[Engine]) -> HttpResponse | None:
+        return ask_then_act(
+            self, request, queryset, action="lazy_dump", name="dump", form_class=DumpForm
         )
 
 

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 from django.contrib import admin
 from django.http import HttpRequest
 
-from console.models import AuditEntry, Job, Serving, WeightUpdate
+from console.models import AuditEntry, Dump, Job, Profile, Serving, WeightUpdate
 
 if TYPE_CHECKING:
     JobBase = admin.ModelAdmin[Job]
     AuditBase = admin.ModelAdmin[AuditEntry]
     UpdateBase = admin.ModelAdmin[WeightUpdate]
     ServingBase = admin.ModelAdmin[Serving]
+    ProfileBase = admin.ModelAdmin[Profile]
+    DumpBase = admin.ModelAdmin[Dump]
 else:
-    JobBase = AuditBase = UpdateBase = ServingBase = admin.ModelAdmin
+    JobBase = AuditBase = UpdateBase = ServingBase = ProfileBase = DumpBase = admin.ModelAdmin
 
 
 def _never(self: object, request: HttpRequest, obj: object = None) -> bool:
@@ -52,4 +54,20 @@ class WeightUpdateAdmin(UpdateBase):
 class ServingAdmin(ServingBase):
     list_display = ("dp", "tp", "epoch", "started_at", "ended_at", "confirmed_at", "pid")
     list_filter = ("dp", "tp")
+    has_add_permission = has_change_permission = has_delete_permission = _never
+
+
+@admin.register(Profile)
+class ProfileAdmin(ProfileBase):
+    list_display = ("recording_id", "state", "steps", "bytes", "pinned", "actor", "created_at")
+    list_filter = ("state", "pinned")
+    search_fields = ("recording_id", "note", "reason", "actor")
+    has_add_permission = has_change_permission = has_delete_permission = _never
+
+
+@admin.register(Dump)
+class DumpAdmin(DumpBase):
+    list_display = ("recording_id", "state", "tensors", "form", "bytes", "actor", "created_at")
+    list_filter = ("state", "pinned")
+    search_fields = ("recording_id", "note", "reason", "actor")
     has_add_permission = has_change_permission = has_delete_permission = _never

@@ -140,7 +140,12 @@ def _logprob(body: GenerateBody, index: int, count: int) -> LogprobParams | None
         return None
     start = _each("logprob_start_len", body.logprob_start_len, -1, count)[index]
     top = _each("top_logprobs_num", body.top_logprobs_num, 0, count)[index]
-    return LogprobParams(start_len=start, top_num=top, token_ids=_token_ids(body, index, count))
+    return LogprobParams(
+        start_len=start,
+        top_num=top,
+        token_ids=_token_ids(body, index, count),
+        raw=body.logprobs_raw,
+    )
 
 
 def _token_ids(body: GenerateBody, index: int, count: int) -> tuple[int, ...] | None:

@@ -106,7 +106,9 @@ async def chat_completions(request: ApiRequest) -> HttpResponse:
         raise BadField("top_logprobs needs logprobs: true", param="top_logprobs")
     prompt = {"messages": [m.plain(i) for i, m in enumerate(body.messages)]}
     longest = body.max_completion_tokens or body.max_tokens
-    logprob = LogprobParams(top_num=body.top_logprobs or 0) if body.logprobs else None
+    logprob = None
+    if body.logprobs:
+        logprob = LogprobParams(top_num=body.top_logprobs or 0, raw=body.logprobs_raw)
     job = _job("chatcmpl", body, [prompt], longest, logprob)
     return await _answer(request, body, job, _Chat(job))
 
@@ -118,7 +120,9 @@ async def completions(request: ApiRequest) -> HttpResponse:
     body.check()
     if body.echo or body.suffix:
         raise NotSupported("echo and suffix are not supported by this server")
-    logprob = LogprobParams(top_num=body.logprobs) if body.logprobs is not None else None
+    logprob = None
+    if body.logprobs is not None:
+        logprob = LogprobParams(top_num=body.logprobs, raw=body.logprobs_raw)
     job = _job("cmpl", body, _prompts(body.prompt), body.max_tokens, logprob)
     return await _answer(request, body, job, _Text(job))
 

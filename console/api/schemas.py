@@ -105,6 +105,7 @@ class OpenAIBody(Struct, kw_only=True):
     extra_key: str | None = None
     cache_salt: str | None = None
     data_parallel_rank: Count | None = None
+    logprobs_raw: bool = False
     # known, not built
     response_format: dict[str, Any] | None = None
     regex: str | None = None
@@ -247,6 +248,7 @@ class GenerateBody(Struct, kw_only=True):
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool = False
+    logprobs_raw: bool = False
     return_hidden_states: bool | list[bool] = False
     return_entropy: bool = False
     return_bytes: bool = False

@@ -22,7 +22,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of one control action.
 
     ``emergency``: it is done even while the database is away, and written down later. ``route`` is
-    the HTTP route of the same action, "" where only ``/api/control/NAME`` does it.
+    the HTTP route of the same action, "" where only ``/api/control/NAME`` does it. ``derived`` are
+    fields that ``identified`` fills in. ``answers_early``: the engine answers when it has begun.
     """
 
     name: ClassVar[str]
@@ -32,6 +33,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     emergency: ClassVar[bool] = False
     deadline_s: ClassVar[float] = 30.0
     also: ClassVar[Mapping[str, str]] = {}  # other spellings of fields
+    derived: ClassVar[frozenset[str]] = frozenset()
+    answers_early: ClassVar[bool] = False
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Self:
@@ -40,6 +43,10 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
     def checked(self) -> Self:
         """With paths resolved; raises ``BadField`` for what no type can tell."""
+        return self
+
+    def identified(self, key: str) -> Self:
+        """With a name for what it makes, if the caller gave none; ``key`` is the engine's."""
         return self
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from console.services import actions, file_actions, weight_actions
+from console.services import actions, file_actions, recording_actions, weight_actions
 from console.services.actions import Action
 from engine.errors import NotFound
 
@@ -31,6 +31,11 @@ ACTIONS: dict[str, type[Action]] = {
         weight_actions.Relabel,
         file_actions.RegisterCheckpoint,
         file_actions.TidyDisk,
+        recording_actions.Profile,
+        recording_actions.StopProfile,
+        recording_actions.DumpTensors,
+        recording_actions.StopDump,
+        recording_actions.MergeProfile,
     )
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 import uuid
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
@@ -34,6 +35,7 @@ from engine.errors import QuarterdeckError
 
 log = logging.getLogger(__name__)
 
+BEGUN_EVERY_S = 0.02
 FOLLOW_EVERY_S = 0.25  # how often the row of a job that another process runs is read
 
 
@@ -106,6 +108,13 @@ class Doing:
             self.job = await in_database(jobs.by_id, self.job.pk)
         return self.job
 
+    async def begun(self, seconds: float) -> Job:
+        """The job once the engine has said that it began (``result``), or has ended."""
+        until = time.monotonic() + seconds
+        while not (self.job.ended or self.job.result) and time.monotonic() < until:
+            await self.soon(BEGUN_EVERY_S)
+        return self.job
+
     async def soon(self, seconds: float) -> Job:
         """The job as it is after at most ``seconds``."""
         with suppress(TimeoutError):
@@ -134,9 +143,10 @@ async def start(
     except Forbidden as error:
         await _note_denied(principal, name, via, error)
         raise
-    action = await _complete(kind.read(given).checked())
+    engine_key = _engine_key(principal, key)
+    action = await _complete(kind.read(given).identified(engine_key).checked())
     job = jobs.new_job(
-        principal, action, key=_engine_key(principal, key), via=via, reason=reason,
+        principal, action, key=engine_key, via=via, reason=reason,
         before=recent_load().as_json(),
     )  # fmt: skip
     if not isinstance(action, FileAction):

@@ -5,27 +5,62 @@ Everything is decided by the row alone, since a job may end in another process t
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
+from console import events
 from console.models import Job, WeightUpdate
-from console.services import catalogue, checkpoints
+from console.services import catalogue, checkpoints, dumps, profiles
 from console.services.file_actions import RegisterCheckpoint
+from console.services.recording_actions import DumpTensors, MergeProfile, Profile
 from console.services.weight_actions import Relabel, Update
+
+RUN_TASK = "console.run_job"
 
 
 def begun(job: Job) -> None:
     if job.kind == RegisterCheckpoint.name:
         action = RegisterCheckpoint.read(job.args)
         checkpoints.register(action, actor=job.actor)
+    elif job.kind == Profile.name:
+        profiles.begun(Profile.read(job.args), job)
+    elif job.kind == DumpTensors.name:
+        dumps.begun(DumpTensors.read(job.args), job)
 
 
 def ended(job: Job) -> None:
     if job.kind == RegisterCheckpoint.name:
         checkpoints.note_read(RegisterCheckpoint.read(job.args).path, job)
+    elif job.kind == Profile.name:
+        _profiled(Profile.read(job.args), job)
+    elif job.kind == MergeProfile.name:
+        profiles.merged(MergeProfile.read(job.args).recording_id, job)
+    elif job.kind == DumpTensors.name:
+        dumps.ended(DumpTensors.read(job.args), job)
     elif job.kind == Relabel.name:
         _relabel(job)
     elif "epoch" in job.result or _failed_update(job):
         _note_update(job)
+
+
+def _profiled(action: Profile, job: Job) -> None:
+    """What was written is merged by a job of its own, which Celery does."""
+    if not profiles.ended(action, job):
+        return
+    merge = MergeProfile(recording_id=action.recording_id, directory=str(action.directory))
+    row = Job.objects.create(
+        key=uuid.uuid4().hex,
+        kind=merge.name,
+        title=merge.title[:200],
+        target=merge.aim[:300],
+        args=merge.args,
+        actor=job.actor,
+        identity=job.identity,
+        via=job.via,
+        reason=job.reason,
+    )
+    events.publish_on_commit(events.JobChanged(job_id=row.pk))
+    events.enqueue_on_commit(RUN_TASK, row.pk)
 
 
 def _relabel(job: Job) -> None:
@@ -72,4 +107,10 @@ def links(job: Job) -> list[dict[str, str]]:
     """Where the result of a job can be seen."""
     if job.result.get("epoch"):
         return [{"label": "Weights", "url": "/weights/"}]
+    if job.kind in (Profile.name, MergeProfile.name) and "recording_id" in job.args:
+        name = job.args["recording_id"]
+        return [{"label": f"Profile {name}", "url": f"/profiles/{name}/"}]
+    if job.kind == DumpTensors.name and "recording_id" in job.args:
+        name = job.args["recording_id"]
+        return [{"label": f"Dump {name}", "url": f"/dumps/{name}/"}]
     return []

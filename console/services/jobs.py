@@ -17,12 +17,11 @@ from console import events
 from console.auth import Principal
 from console.models import Job
 from console.models.jobs import LEASE_S
-from console.services import audit, effects
+from console.services import audit, catalogue, effects
 from console.services.actions import Action
 from console.worker import this_worker
 from engine.errors import Conflict, NotFound
 
-RUN_TASK = "console.run_job"
 OUTCOME_FIELDS = (
     "state", "title", "message", "status_code", "progress", "result", "ranks", "after", "events",
     "ended_at",
@@ -79,16 +78,22 @@ def insert(job: Job) -> tuple[Job, bool]:
             effects.begun(row)
             _tell(row)
             if row.state == Job.State.QUEUED:
-                events.enqueue_on_commit(RUN_TASK, row.pk)
+                events.enqueue_on_commit(effects.RUN_TASK, row.pk)
     except IntegrityError:
         known = Job.objects.get(key=job.key)
-        if (known.kind, known.args) != (job.kind, job.args):
+        if (known.kind, _asked(known)) != (job.kind, _asked(job)):
             raise Conflict(
                 f"this key was used for job {known.pk} ({known.title}); use another one",
                 err_type="key_reused",
             ) from None
         return known, False
     return row, True
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    """The arguments as the caller gave them."""
+    derived = catalogue.find(job.kind).derived
+    return {name: value for name, value in job.args.items() if name not in derived}
 
 
 def take(job_id: int) -> Job | None:

@@ -15,7 +15,7 @@ from django.utils import timezone
 from console import events
 from console.database import DatabaseAway, in_database
 from console.models import Job
-from console.services import catalogue, jobs, journal, sending
+from console.services import catalogue, effects, jobs, journal, sending
 from console.services.file_actions import FileAction
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def _look() -> list[Job]:
     taken: list[Job] = []
     for job in (*Job.objects.all().orphans(now), *Job.objects.all().waiting(now)):
         if issubclass(catalogue.find(job.kind), FileAction):
-            events.enqueue_on_commit(jobs.RUN_TASK, job.pk)
+            events.enqueue_on_commit(effects.RUN_TASK, job.pk)
         elif (mine := jobs.take(job.pk)) is not None:
             taken.append(mine)
     return taken

@@ -184,8 +184,20 @@ async def _send(job: Job, action: Action) -> Outcome:
         return await settle(job)
     if reply.err_type == DeadlineExceeded.err_type or reply.result.get("open"):
         job.note(reply.message)
+        job.message, job.result = reply.message, reply.result
+        await _note_progress(job)
         return await settle(job)
     return Outcome.of_reply(reply)
+
+
+async def _note_progress(job: Job) -> None:
+    """Who watches sees that it began; the row is complete without it."""
+    if job.pk is None:
+        return
+    try:
+        await within(EMERGENCY_S, jobs.progress, job)
+    except DatabaseAway as error:
+        log.info("job %s goes on unseen: %s", job.pk, error.message)
 
 
 async def settle(job: Job) -> Outcome:

@@ -17,6 +17,8 @@ NAV: list[list[tuple[str, str, str, str]]] = [  # name, label, url, the right th
         ("playground", "Playground", "/playground/", "view_fleet"),
         ("requests", "Requests", "/requests/", "view_jobs"),
         ("weights", "Weights", "/weights/", "view_fleet"),
+        ("profiles", "Profiles", "/profiles/", "view_fleet"),
+        ("dumps", "Dumps", "/dumps/", "view_fleet"),
         ("jobs", "Jobs", "/jobs/", "view_jobs"),
     ],
     [

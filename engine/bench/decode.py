@@ -10,6 +10,7 @@ are timed inside their own process, ours from the first message sent to the last
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -237,11 +238,12 @@ async def measure(
                     seconds = await contestant.seconds(prompts, case.new_tokens)
                 except PeerFailed as error:
                     missing[name] = f"{case.key}: {error}"
+                    say(f"{case.key}, round {number}: {name} failed: {error}")
                     continue
+                speed = case.tokens / seconds
+                say(f"{case.key}, round {number}: {name} {speed:.1f} tokens/s")
                 if number:
-                    found[name].append(case.tokens / seconds)
-        for name, samples in found.items():
-            say(f"{case.key}  {name}: {[round(sample, 1) for sample in samples]} tokens/s")
+                    found[name].append(speed)
     return speeds
 
 
@@ -288,6 +290,7 @@ async def field(
     async with AsyncExitStack() as stack:
         found: dict[str, Contestant] = {}
         for form in forms:
+            shutil.rmtree(work / form, ignore_errors=True)  # what a killed run may have left
             ours = msgspec.structs.replace(config, home=str(work / form), weights=form)
             try:
                 client = await stack.enter_async_context(launch.engine(ours, timeout_s=START_S))

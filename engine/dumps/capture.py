@@ -3,9 +3,10 @@
 Path: step plan's command -> ``DumpCapture.arm`` -> the runner runs steps that hold a wanted request
 through the backend's instrumented forward with a ``Tap`` -> store.py.
 
-What a model backend offers (``Instrumented``): the list of its dump points in execution order, and
-a second way to run the same forward that calls the tap at each point. The unarmed forward is
-another function or graph that never sees the tap, so a dump costs nothing until it is armed.
+What a model backend offers (``model/instrument.py``): its dump points in execution order, and a
+second way to run the same forward, with the same collectives, that calls the tap at each point. The
+unarmed forward is another function or graph that never sees the tap, so a dump costs nothing until
+it is armed.
 
 A wanted tensor is cut to the rows of the request, copied to the CPU and described at once; the copy
 waits in a ring of at most ``max_bytes``, where it may give way to newer ones. Files are written on
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import torch
@@ -60,18 +61,28 @@ class Tap(Protocol):
         its whole context, ``[context, heads, width]``, under one span from position 0."""
 
 
-class Instrumented(Protocol):
-    """A model backend that can be dumped.
+@dataclass(frozen=True, slots=True)
+class View:
+    """The tap, and which rows of the batch (and of the tokens with logits) are whose."""
 
-    ``dump_points`` are in execution order. ``forward_tapped`` computes what ``forward`` computes,
-    with the same collectives in the same order: ranks of one group may differ in who is tapped.
-    For a model of torch modules hooks.py has both; ``row_spans`` and ``kept_spans`` there make the
-    spans of a flat batch.
-    """
+    tap: Tap
+    rows: list[RowSpan]
+    kept: list[RowSpan]
 
-    def dump_points(self) -> list[DumpPoint]: ...
-
-    def forward_tapped(self, batch: Any, tap: Tap) -> torch.Tensor: ...
+    def show(
+        self,
+        name: str,
+        given: torch.Tensor | None = None,
+        made: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+    ) -> None:
+        """One module: weight, input and output, as a forward hook on it would see them."""
+        if weight is not None:
+            self.tap(name, "weight", weight, None)
+        if given is not None:
+            self.tap(name, "input", given, self.rows)
+        if made is not None:
+            self.tap(name, "output", made, self.rows)
 
 
 class DumpCapture:

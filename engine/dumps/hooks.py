@@ -34,7 +34,7 @@ def module_points(model: nn.Module, run: Callable[[], object]) -> list[DumpPoint
             kinds["logits" if name == LOGITS else "output"] = None
         if isinstance(getattr(module, "weight", None), torch.Tensor):
             kinds["weight"] = None
-        if kinds:
+        if kinds.keys() & {"output", "logits"}:
             order.setdefault(name, kinds)
 
     with _on_every_module(model, note):
@@ -69,9 +69,11 @@ def hooked(
 def _tap_rows(
     tap: Tap, name: str, kind: Kind, tensor: torch.Tensor | None, spans: Sequence[RowSpan]
 ) -> None:
-    if tensor is None or not tap.wants(name, kind):
+    if tensor is None or not spans or not tap.wants(name, kind):
         return
     flat = tensor[0] if tensor.shape[0] == 1 and tensor.dim() > 1 else tensor
+    if flat.shape[0] != spans[-1].stop and flat.dim() == 3:  # heads come first: Gemma's query norm
+        flat = flat.transpose(0, 1)
     tap(name, kind, flat, spans)
 
 

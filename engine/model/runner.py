@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.model.instrument import Instrument
 from engine.model.loader import ModelDirectory, open_directory
 from engine.model.weights import WeightHolder
 from engine.scheduler.plan import ModelInfo, StepPlan, StepResult
 
 if TYPE_CHECKING:
+    from engine.dumps.capture import Tap
     from engine.scheduler.ranks import Group
 
 
@@ -27,12 +29,18 @@ class ModelRunner(Protocol):
     epoch: int
 
     @property
+    def instrument(self) -> Instrument:
+        """What tensor dumps need of the model."""
+        ...
+
+    @property
     def weights(self) -> WeightHolder:
         """The live weights by their Hugging Face names."""
         ...
 
-    def forward(self, step: StepPlan) -> StepResult:
-        """Applies ends and begins, then computes the rows; rows answer in plan order."""
+    def forward(self, step: StepPlan, tap: Tap | None = None) -> StepResult:
+        """Applies ends and begins, then computes the rows; rows answer in plan order. With a
+        ``tap`` the instrumented forward computes them."""
         ...
 
     def release(self, tag: str) -> None:

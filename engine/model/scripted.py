@@ -21,12 +21,14 @@ import re
 import struct
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.messages import InputLogprobs, TopLogprobs
+from engine.model.instrument import NoInstrument
 from engine.model.loader import ModelDirectory
 from engine.model.noise import mix
 from engine.model.runner import model_info
@@ -34,6 +36,9 @@ from engine.model.scripted_weights import ScriptedWeights
 from engine.model.slots import Slot, SlotTable
 from engine.scheduler.plan import PlanRow, SampledRow, SlotBegin, StepPlan, StepResult
 from engine.weights.checkpoint import SINGLE
+
+if TYPE_CHECKING:
+    from engine.dumps.capture import Tap
 
 HIDDEN_WIDTH = 4
 _DIRECTIVE = re.compile(r"\[\[(say|echo|eos|sleep|fail)(?: ([^\]]*))?\]\]")
@@ -61,6 +66,7 @@ class ScriptedRunner:
             config, directory, backend="scripted", weight_form="plain", parameter_bytes=0
         )
         self.epoch = epoch
+        self.instrument = NoInstrument()
         self._leads = tp == 0
         self._step_s = config.scripted_step_s
         self._tokenizer = _load_tokenizer(directory)
@@ -71,7 +77,7 @@ class ScriptedRunner:
         self._slots = SlotTable()
         self._scripts: dict[int, _Script] = {}
 
-    def forward(self, step: StepPlan) -> StepResult:
+    def forward(self, step: StepPlan, tap: Tap | None = None) -> StepResult:
         began = time.perf_counter()
         for number in step.ends:
             self._slots.end(number)

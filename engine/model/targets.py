@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from engine.model.layout import Source
+from engine.model.weights import overwrite
 
 
 class Target(Protocol):
@@ -48,7 +49,7 @@ class TensorTarget:
         return rounded if self.convert is None else self.convert(rounded)
 
     def commit(self, staged: torch.Tensor) -> None:
-        self.where.copy_(staged)
+        overwrite(self.where, staged)
 
     def read(self, count: int) -> list[float]:
         values: list[float] = self.where.flatten()[:count].float().tolist()
@@ -68,7 +69,7 @@ class VectorTarget:
         return functional.pad(part.float() + self.offset, (0, missing)).view(self.where.shape)
 
     def commit(self, staged: torch.Tensor) -> None:
-        self.where.copy_(staged)
+        overwrite(self.where, staged)
 
     def read(self, count: int) -> list[float]:
         values: list[float] = (self.where.flatten()[:count] - self.offset).tolist()

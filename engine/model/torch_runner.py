@@ -12,9 +12,12 @@ from typing import Protocol
 import torch
 
 from engine.config import EngineConfig
+from engine.dumps.capture import Tap, View
+from engine.dumps.hooks import kept_spans, row_spans
 from engine.errors import ConfigError
 from engine.messages import InputLogprobs, TopLogprobs
 from engine.model.inputs import Batch, build
+from engine.model.instrument import Instrument
 from engine.model.loader import ModelDirectory
 from engine.model.memory import Storages
 from engine.model.native import NativeBackend
@@ -49,6 +52,15 @@ class Backend(Protocol):
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [keep, vocab] of the tokens ``keep`` (int64), hidden [tokens, width] if wanted."""
+        ...
+
+    @property
+    def instrument(self) -> Instrument: ...
+
+    def forward_tapped(
+        self, batch: Batch, keep: torch.Tensor, want_hidden: bool, view: View
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``forward``, in the instrumented form; ``instrument.prepare`` was called."""
         ...
 
     def draw(self, logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
@@ -90,13 +102,14 @@ class TorchRunner:
         )
         self.epoch = epoch
         self.weights = self._backend.weights
+        self.instrument = self._backend.instrument
         self._memory: dict[str, Storages] = {}
         self._leads = tp == 0
         self._slots = SlotTable()
         self._sampler = Sampler(self.info.eos_token_ids, self._backend.draw)
 
     @torch.inference_mode()
-    def forward(self, step: StepPlan) -> StepResult:
+    def forward(self, step: StepPlan, tap: Tap | None = None) -> StepResult:
         began = time.perf_counter()
         for number in step.ends:
             self._slots.end(number)
@@ -104,7 +117,7 @@ class TorchRunner:
             self._slots.begin(begin)
         results = [SampledRow(slot=row.slot) for row in step.rows]
         if step.rows:
-            self._compute(step.rows, results)
+            self._compute(step.rows, results, tap)
         seconds = time.perf_counter() - began
         return StepResult(epoch=self.epoch, rows=results, seconds=seconds)
 
@@ -118,7 +131,7 @@ class TorchRunner:
     def close(self) -> None:
         self._backend.close()
 
-    def _compute(self, rows: list[PlanRow], results: list[SampledRow]) -> None:
+    def _compute(self, rows: list[PlanRow], results: list[SampledRow], tap: Tap | None) -> None:
         slots = [self._slots[row.slot] for row in rows]
         for slot, row in zip(slots, rows, strict=True):
             slot.see(row)
@@ -126,7 +139,11 @@ class TorchRunner:
         kept = _kept(rows, slots, batch.query_starts.tolist())
         want_hidden = any(slot.return_hidden_states for slot in slots)
         keep = torch.tensor(kept.indices, dtype=torch.int64)
-        logits, hidden = self._backend.forward(batch, keep, want_hidden)
+        if tap is None:
+            logits, hidden = self._backend.forward(batch, keep, want_hidden)
+        else:
+            view = _view(tap, rows, slots, kept, batch.query_starts.tolist())
+            logits, hidden = self._backend.forward_tapped(batch, keep, want_hidden, view)
         if not self._leads:
             return
         sampled = len(kept.sampled)
@@ -179,6 +196,13 @@ def _kept(rows: list[PlanRow], slots: list[Slot], query_starts: list[int]) -> _K
             kept.prompts.append((r, positions))
             kept.indices.extend(query_starts[r] + p - row.start for p in positions)
     return kept
+
+
+def _view(
+    tap: Tap, rows: list[PlanRow], slots: list[Slot], kept: _Kept, query_starts: list[int]
+) -> View:
+    spans = row_spans([slot.rid for slot in slots], query_starts, [row.start for row in rows])
+    return View(tap, spans, kept_spans(spans, kept.indices))
 
 
 def _input_logprobs(

@@ -33,7 +33,6 @@ from engine.profiling.writer import Writer
 SEGMENT_BYTES = 4_500_000  # of exported JSON: 18,000 of torch's smallest events (250 bytes)
 ANCHOR_TRIES = 3  # the tightest counts; the first one pays for cold caches
 MAX_MARKS = 20_000  # steps described in a manifest
-MARK_KINDS = ("start", "stop")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -83,24 +82,26 @@ class Capture:
         if session is None:
             yield
             return
-        session.before(number, stage)
+        with session.own_time():
+            session.before(number, stage)
+        pause_ns, session.pause_ns = session.pause_ns, 0
         start_ns = time.monotonic_ns()
         try:
             with record_function(f"{stage}[step={number} bs={rows} toks={tokens}]"):
                 yield
         finally:
-            session.after(
-                StepMark(
-                    step=number,
-                    stage=stage,
-                    rows=rows,
-                    tokens=tokens,
-                    start_ns=start_ns,
-                    end_ns=time.monotonic_ns(),
-                    pause_ns=start_ns - session.idle_since_ns,
-                    recorded=session.recording is not None,
-                )
+            mark = StepMark(
+                step=number,
+                stage=stage,
+                rows=rows,
+                tokens=tokens,
+                start_ns=start_ns,
+                end_ns=time.monotonic_ns(),
+                pause_ns=pause_ns,
+                recorded=session.recording is not None,
             )
+            with session.own_time():
+                session.after(mark)
 
     def tick(self) -> None:
         """Between steps of an idle engine: ends what is over time, writes what waits."""
@@ -111,7 +112,8 @@ class Capture:
         """Ends the recording now; the manifest follows when the files are written."""
         if self._session is None:
             raise Conflict("no profile is running")
-        self._session.finish(reason)
+        with self._session.own_time():
+            self._session.finish(reason)
 
     def take_manifest(self) -> RankManifest | None:
         """The manifest, once, as soon as all files it names are written; frees the capture."""
@@ -148,7 +150,7 @@ class Session:
         self.writer = Writer(Path(spec.directory), self.manifest)
         self.recording: Recording | None = None
         self.ended = False
-        self.idle_since_ns = self.manifest.armed_ns
+        self.pause_ns = 0  # time spent here on the step thread since the last step
         self._deadline_ns = self.manifest.armed_ns + int(spec.max_seconds * 1e9)
         self._counts: dict[Stage, int] = {}
         self._chores: deque[Callable[[], None]] = deque()
@@ -166,6 +168,13 @@ class Session:
         """All files are in place, the manifest too."""
         return self.drained and self.writer.done
 
+    @contextmanager
+    def own_time(self) -> Iterator[None]:
+        """Counts what happens inside as time that steps had to wait for the capture."""
+        began = time.monotonic_ns()
+        yield
+        self.pause_ns += time.monotonic_ns() - began
+
     def before(self, number: int, stage: Stage) -> None:
         """Decides whether this step is recorded, and in which segment."""
         self._check_bounds()
@@ -179,7 +188,6 @@ class Session:
 
     def after(self, mark: StepMark) -> None:
         """Counts the step, ends the segment if it is full, else does one waiting chore."""
-        self.idle_since_ns = mark.end_ns
         if len(self.manifest.steps) < MAX_MARKS:
             self.manifest.steps.append(mark)
         if (recording := self.recording) is None:
@@ -214,7 +222,7 @@ class Session:
         self._chores.append(self._end)
 
     def _end(self) -> None:
-        self.manifest.final_pause_ns = time.monotonic_ns() - self.idle_since_ns
+        self.manifest.final_pause_ns = self.pause_ns
         self.writer.finish()
 
     def _check_bounds(self) -> None:

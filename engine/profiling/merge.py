@@ -50,7 +50,8 @@ class MergeResult(msgspec.Struct, kw_only=True):
     ranks_found: list[str] = []
     ranks_expected: list[str] | None = None
     missing: list[str] = []
-    unfinished: list[str] = []
+    unfinished: list[str] = []  # ranks that died, or still capture
+    silent: list[str] = []  # ranks that reported and had no step to record
     files: list[str] = []
     errors: list[Problem] = []
     warnings: list[str] = []
@@ -62,13 +63,31 @@ class MergeResult(msgspec.Struct, kw_only=True):
 
 @dataclass(kw_only=True)
 class Share:
-    """What one child does: the segments of one rank. ``result`` is None until it has ended well."""
+    """What one child does: the segments of one rank. ``result`` is None until it has ended well;
+    a rank without segments needs no child."""
 
     source: Source
     job: PartJob
     files: list[str]
     out: BinaryIO | None = None
     result: PartResult | None = None
+
+    @property
+    def name(self) -> str:
+        return self.source.rank.name
+
+    @property
+    def silent(self) -> bool:
+        """The rank reported, and it had no step to record."""
+        return not self.source.segments
+
+    @property
+    def arrived(self) -> bool:
+        return self.silent or bool(self.result and self.result.taken)
+
+    @property
+    def unfinished(self) -> bool:
+        return self.source.manifest is not None and not self.source.manifest.complete
 
 
 def merge(
@@ -136,7 +155,8 @@ def plan_shares(aligned: Aligned) -> list[Share]:
             namespace += 1
         job = PartJob(ordinal=ordinal, start_ns=aligned.start_ns, segments=parts)
         files = [timed.segment.path for timed in segments]
-        shares.append(Share(source=source, job=job, files=files))
+        result = None if source.segments else PartResult()
+        shares.append(Share(source=source, job=job, files=files, result=result))
     return shares
 
 
@@ -152,14 +172,15 @@ def run_shares(shares: list[Share], problems: list[Problem], progress: Progress)
         share = shares[index]
         outcome = run_child(share, count)
         if isinstance(outcome, str):
-            problems.append(Problem(rank=share.source.rank.name, file="", error=outcome))
+            problems.append(Problem(rank=share.name, file="", error=outcome))
             return
         share.result = outcome
         for at, error in outcome.errors.items():
-            problems.append(Problem(rank=share.source.rank.name, file=share.files[at], error=error))
+            problems.append(Problem(rank=share.name, file=share.files[at], error=error))
 
     with ThreadPoolExecutor(max(1, min(MAX_CHILDREN, os.cpu_count() or 1))) as pool:
-        for done in [pool.submit(run, index) for index in range(len(shares))]:
+        todo = [index for index, share in enumerate(shares) if share.result is None]
+        for done in [pool.submit(run, index) for index in todo]:
             done.result()
 
 
@@ -200,15 +221,12 @@ def _piece(share: Share, aligned: Aligned) -> Piece | None:
 
 def describe(found: Found, shares: list[Share], aligned: Aligned) -> MergeResult:
     """Everything about the merge but where it is."""
-    taken = [share for share in shares if share.result and share.result.taken]
-    names = [share.source.rank.name for share in taken]
+    here = [share for share in shares if share.arrived]
+    results = [share.result for share in here if share.result]
+    names = [share.name for share in here]
     expected = None if found.expected is None else [rank.name for rank in found.expected]
     missing = [name for name in expected or [] if name not in names]
-    unfinished = [
-        share.source.rank.name
-        for share in taken
-        if share.source.manifest and not share.source.manifest.complete
-    ]
+    unfinished = [share.name for share in here if share.unfinished]
     result = MergeResult(
         profile_id=found.profile_id,
         merged=None,
@@ -218,11 +236,12 @@ def describe(found: Found, shares: list[Share], aligned: Aligned) -> MergeResult
         ranks_expected=expected,
         missing=missing,
         unfinished=unfinished,
-        files=[s.files[at] for s in taken if s.result for at in s.result.taken],
+        silent=[share.name for share in here if share.silent],
+        files=[share.files[at] for share in here if share.result for at in share.result.taken],
         errors=aligned.problems,
-        warnings=[warning for s in taken if s.result for warning in s.result.warnings],
+        warnings=[warning for one in results for warning in one.warnings],
         clock=aligned.clock,
-        events=sum(s.result.events for s in taken if s.result),
+        events=sum(one.events for one in results),
     )
     result.label = label_of(result)
     return result
@@ -239,6 +258,8 @@ def label_of(result: MergeResult) -> str:
         parts.append("missing " + " ".join(result.missing))
     if result.unfinished:
         parts.append("unfinished " + " ".join(result.unfinished))
+    if result.silent:
+        parts.append("no step recorded by " + " ".join(result.silent))
     if left_out := sum(1 for problem in result.errors if problem.file):
         parts.append(f"{left_out} {'file' if left_out == 1 else 'files'} left out")
     if result.clock and result.clock.uncalibrated:

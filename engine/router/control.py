@@ -72,7 +72,14 @@ class Until:
     deadline: float
 
 
-Wait = FanOut | Until
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Answers the caller now; the operation goes on, and its outcome is known under its key."""
+
+    outcome: Outcome
+
+
+Wait = FanOut | Until | Say
 Operation = Generator[Wait, Any, Outcome]
 
 
@@ -255,6 +262,10 @@ class ControlDesk:
                 self._finish(running, _internal_error(running.name), now)
                 return
             running.wait, running.gathering, running.call_id = wait, None, ""
+            if isinstance(wait, Say):
+                running.answer(wait.outcome)
+                value = None
+                continue
             if isinstance(wait, FanOut):
                 gathering = self._fan_out(running, wait)
                 if not gathering.complete:
@@ -346,7 +357,7 @@ class ControlDesk:
                 self._resume(running, True, now)
             elif now >= wait.deadline:
                 self._resume(running, False, now)
-        elif wait is not None and gathering is not None and now >= wait.deadline:
+        elif isinstance(wait, FanOut) and gathering is not None and now >= wait.deadline:
             gathering.fail_open(gathering.expected, "no answer before the deadline")
             self._resume_if_complete(running, now)
 

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
-from engine.messages import RankOp
+from engine.messages import RankOp, RecordingKind
+from engine.router.control import Operation
 from engine.router.registry import Entry
 from engine.router.state import EngineState
 from engine.router.weights import Ledger, Session
@@ -50,4 +51,16 @@ class Front(Protocol):
 
     def open_update(self) -> str | None:
         """The job of a weight update that runs or waits for its turn."""
+        ...
+
+    def run_beside(self, name: str, operation: Operation, deadline: float) -> None:
+        """Runs an operation that nobody called and that changes no state."""
+        ...
+
+    def open_recording(self, kind: RecordingKind, directory: str, recording_id: str) -> None:
+        """Makes the directory and writes down which ranks must report. OSError if it cannot."""
+        ...
+
+    def drop_recording(self, kind: RecordingKind, directory: str, recording_id: str) -> None:
+        """Takes back ``open_recording``."""
         ...

@@ -1,7 +1,7 @@
 """What each control call does, told from top to bottom as a generator. Pure but for its ``Front``.
 
 Path: client.py -> router/process.py -> control.py runs these -> scheduler/control.py on every rank.
-Weight updates are in updates.py.
+Weight updates are in updates.py, profiles and dumps in recordings.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from engine.router.control import (
     refusal,
 )
 from engine.router.front import Front
+from engine.router.recordings import Recordings
 from engine.router.updates import Updates
 from engine.router.weights import PauseRecord
 from engine.scheduler.memory import TAGS
@@ -50,6 +51,7 @@ class Operations:
     def __init__(self, front: Front) -> None:
         self._front = front
         self.updates = Updates(front)
+        self.recordings = Recordings(front)
         self._table: dict[type, Callable[[Any], Operation]] = {
             m.PauseGenerationReqInput: self.pause,
             m.ContinueGenerationReqInput: self.resume,
@@ -71,6 +73,13 @@ class Operations:
             m.ConfigureLoggingReq: self.configure_logging,
             m.GetRequestsReqInput: self.list_requests,
             m.GetEpochReqInput: self.get_epoch,
+            m.ProfileReqInput: self.recordings.profile,
+            m.LazyDumpTensorsReqInput: self.recordings.dump,
+            m.StopRecordingReqInput: self.recordings.stop,
+            m.WaitRecordingReqInput: self.recordings.wait,
+            m.GetRecordingsReqInput: self.recordings.running,
+            m.WriteDumpReqInput: self.recordings.write_dump,
+            m.GetDumpPointsReqInput: self.recordings.points,
         }
 
     def knows(self, message: Any) -> bool:

@@ -29,6 +29,7 @@ from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up
 from engine.router.control import ControlDesk, Operation, Outcome
 from engine.router.ledger import Spool, load_ledger, save_ledger
 from engine.router.operations import Operations
+from engine.router.recording_files import drop_recording, open_recording
 from engine.router.registry import Entry, Registry
 from engine.router.requests import RequestDesk
 from engine.router.state import EngineState
@@ -170,7 +171,7 @@ class Router:
             m.AbortReq: self._on_abort,
             m.GetFleetReqInput: self._on_get_fleet,
             m.GetOutcomeReqInput: self._on_get_outcome,
-            m.RequestEnded: self.desk.ended,
+            m.RequestEnded: self._on_request_ended,
             m.RankLoad: self._on_rank_load,
             m.RankReply: self._on_rank_reply,
             m.ProcessUp: self._on_process_up,
@@ -297,6 +298,12 @@ class Router:
     def tell(self, op: m.RankOp, groups: list[int]) -> None:
         for dp in groups:
             self._send_call("", op, dp)
+
+    def open_recording(self, kind: m.RecordingKind, directory: str, recording_id: str) -> None:
+        open_recording(self.config, kind, Path(directory), recording_id)
+
+    def drop_recording(self, kind: m.RecordingKind, directory: str, recording_id: str) -> None:
+        drop_recording(kind, Path(directory), recording_id)
 
     def effective_paths(self, paths: tuple[str, ...]) -> tuple[str, ...]:
         try:
@@ -446,14 +453,21 @@ class Router:
         return note
 
     def _run_internal(self, name: str, operation: Operation) -> None:
+        self._run_uncalled(name, operation, time.time() + INTERNAL_DEADLINE_S, exclusive=True)
+
+    def run_beside(self, name: str, operation: Operation, deadline: float) -> None:
+        self._run_uncalled(name, operation, deadline, exclusive=False)
+
+    def _run_uncalled(
+        self, name: str, operation: Operation, deadline: float, *, exclusive: bool
+    ) -> None:
         """An operation that nobody called: its outcome goes to the log."""
-        now = time.time()
-        call = m.Call(id="", deadline=now + INTERNAL_DEADLINE_S, actor="router")
+        call = m.Call(id="", deadline=deadline, actor="router")
 
         def note(outcome: Outcome) -> None:
             log.info("%s: %s %s", name, "done" if outcome.success else "failed", outcome.message)
 
-        self.control.submit(name, call, operation, note, exclusive=True, now=now)
+        self.control.submit(name, call, operation, note, exclusive=exclusive, now=time.time())
 
     def _answer(self, message: m.ControlReq, outcome: Outcome) -> None:
         if not message.call.id:
@@ -479,6 +493,10 @@ class Router:
         self.control.on_answer(message.call_id, message.answer, time.time())
 
     # ------------------------------------------------------------------ processes
+
+    def _on_request_ended(self, message: m.RequestEnded) -> None:
+        self.desk.ended(message)
+        self.operations.recordings.requests_ended(message.rids)
 
     def _on_rank_load(self, load: m.RankLoad) -> None:
         rank = self.state.ranks.get((load.dp, load.tp))

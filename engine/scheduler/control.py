@@ -20,14 +20,17 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from engine import messages as m
+from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict, QuarterdeckError
 from engine.model.runner import ModelRunner
 from engine.scheduler.core import SchedulerCore
 from engine.scheduler.memory import KV_CACHE, Memory
-from engine.scheduler.plan import Commands, StepPlan, SwitchWeights
+from engine.scheduler.plan import Commands, InBand, StepPlan, SwitchWeights
+from engine.scheduler.recording import Recorder
 from engine.weights.groups import Groups
 from engine.weights.update import Stager
 
@@ -142,6 +145,9 @@ class RankControl:
         self._reply, self._report, self._forward = reply, report, forward
         self._memory = Memory(runner)
         self._jobs = Jobs()
+        self.recorder = Recorder(
+            Rank(dp=place.dp, tp=place.tp), runner, leads=place.tp == 0, answer=self._recorded
+        )
         self._commands: list[Commands] = []
         self._sleep_s = 0.0
         self._now: dict[type, Callable[[Any], Answer]] = {
@@ -151,6 +157,8 @@ class RankControl:
             m.SlowDown: self._slow_down,
             m.FreezeGC: self._freeze_gc,
             m.SetLogging: self._set_logging,
+            m.WriteDump: self.recorder.write_dump,
+            m.ListDumpPoints: self.recorder.list_points,
             **_request_calls(requests),
         }
         self._on_thread: dict[type, Callable[[Any], Answer]] = {
@@ -159,6 +167,12 @@ class RankControl:
             m.JoinGroup: self._join,
             m.LeaveGroup: self._leave,
             m.ResumeMemory: self._restore,
+            m.PrepareDump: self.recorder.prepare_dump,
+        }
+        self._in_band: dict[type, Callable[[Any], Answer]] = {
+            m.StartProfile: self.recorder.start_profile,
+            m.ArmDump: self.recorder.arm_dump,
+            m.StopRecording: self.recorder.stop,
         }
 
     # ------------------------------------------------------------------ the loop's side
@@ -166,11 +180,12 @@ class RankControl:
     @property
     def busy(self) -> bool:
         """Threads work: ``collect`` soon."""
-        return self._jobs.open > 0
+        return self._jobs.open > 0 or self.recorder.busy
 
     def collect(self) -> None:
-        """Answers for threads that have finished."""
+        """Answers for threads and recordings that have finished."""
         self._jobs.collect()
+        self._commands += self.recorder.collect()
 
     def take_commands(self) -> list[Commands]:
         """For the next plan; empty on followers, who find them there."""
@@ -182,7 +197,10 @@ class RankControl:
         if self._sleep_s:
             time.sleep(self._sleep_s)
         for command in plan.commands:
-            self._switch(command)
+            if isinstance(command, SwitchWeights):
+                self._switch(command)
+            else:
+                self._attempt(command.call_id, partial(self._in_band[type(command.op)], command.op))
 
     def handle(self, call: m.RankCall) -> None:
         """Answers now or, for what takes time, from a later ``collect``."""
@@ -193,11 +211,16 @@ class RankControl:
             self._commands.append(
                 SwitchWeights(call_id=call.call_id, staging_id=op.staging_id, epoch=op.epoch)
             )
+        elif isinstance(op, m.StartProfile | m.ArmDump | m.StopRecording):
+            self._commands.append(InBand(call_id=call.call_id, op=op))
         else:
             self._forward(call)
             self._run(call.call_id, op)
 
     def _run(self, call_id: str, op: m.RankOps) -> None:
+        if isinstance(op, m.WaitRecording):
+            self._wait(call_id, op)
+            return
         if type(op) in self._now:
             work = self._now[type(op)]
             self._attempt(call_id, lambda: work(op))
@@ -222,6 +245,15 @@ class RankControl:
             self._refuse(call_id, QuarterdeckError(text))
         else:
             self._answer(call_id, result=result)
+
+    def _wait(self, call_id: str, op: m.WaitRecording) -> None:
+        try:
+            self.recorder.wait(op, call_id)
+        except QuarterdeckError as error:
+            self._refuse(call_id, error)
+
+    def _recorded(self, call_id: str, result: Answer) -> None:
+        self._answer(call_id, result=result)
 
     def _refuse(self, call_id: str, error: QuarterdeckError, tp: int | None = None) -> None:
         told = {"status_code": error.status_code, "err_type": error.err_type}
@@ -279,6 +311,7 @@ class RankControl:
 
     def _switch(self, command: SwitchWeights) -> None:
         began = time.perf_counter()
+        self.recorder.weights_switch(command.epoch)
         if self._stager.commit(command.staging_id):
             self._memory.loaded()
         self._runner.epoch = command.epoch

@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.messages import InputLogprobs, LogprobParams, Part, SamplingParams
+from engine.messages import (
+    ArmDump,
+    InputLogprobs,
+    LogprobParams,
+    Part,
+    SamplingParams,
+    StartProfile,
+    StopRecording,
+)
 
 
 class SlotBegin(Part):
@@ -59,7 +67,14 @@ class SwitchWeights(Command):
     epoch: int
 
 
-Commands = SwitchWeights
+class InBand(Command):
+    """A profile or dump starts or ends before this step; each rank answers ``call_id``."""
+
+    call_id: str
+    op: StartProfile | ArmDump | StopRecording
+
+
+Commands = SwitchWeights | InBand
 
 
 class StepPlan(msgspec.Struct, kw_only=True, tag=True):
@@ -70,6 +85,7 @@ class StepPlan(msgspec.Struct, kw_only=True, tag=True):
     begins: list[SlotBegin] = []
     commands: list[Commands] = []
     rows: list[PlanRow] = []
+    tapped: bool = False  # an armed dump wants a request of it: every rank runs the tapped forward
 
 
 @dataclass(slots=True)

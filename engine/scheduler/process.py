@@ -150,12 +150,16 @@ class Leader:
                 return
             plan = self.core.bare_plan()
         plan.commands = commands
+        plan.tapped = self._control.recorder.taps(plan)
         self._to_followers(plan)
         self._control.before_forward(plan)
-        result = self.runner.forward(plan)
+        result = self._control.recorder.forward(plan)
         self._meter.step_s = result.seconds
         self._steps = plan.step
         self.core.commit(plan, result, time.time())
+
+    def close(self) -> None:
+        self._control.recorder.close()
 
     def _to_followers(self, message: StepPlan | m.RankCall) -> None:
         for follower in self._followers:
@@ -164,6 +168,7 @@ class Leader:
     def _send(self) -> None:
         """Ends go out before their rows: whoever has its answer may reuse the rid at once."""
         if ended := self.core.take_ended():
+            self._control.recorder.requests_ended(ended)
             self._router.send(m.RequestEnded(rids=ended, dp=self.dp))
         batches: dict[int, list[m.TokenIDRow]] = defaultdict(list)
         for row in self.core.take_rows():
@@ -248,12 +253,15 @@ class Follower:
             for message in self._plans.drain():
                 if isinstance(message, StepPlan):
                     self._control.before_forward(message)
-                    self._runner.forward(message)
+                    self._control.recorder.forward(message)
                 else:
                     self._control.handle(message)
             self._control.collect()
             if self._reporter.due(time.time(), 0):
                 self._report()
+
+    def close(self) -> None:
+        self._control.recorder.close()
 
     def _report(self) -> None:
         self._reporter.send(time.time(), state="running", epoch=self._runner.epoch)
@@ -285,6 +293,7 @@ def _control(
 
 class Rank(Protocol):
     def run(self, stop: StopFlag) -> None: ...
+    def close(self) -> None: ...
 
 
 def main(config_path: str, dp: int, tp: int, start: int) -> None:
@@ -316,6 +325,7 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
         }
     )
     rank.run(stop)
+    rank.close()
     runner.close()
 
 

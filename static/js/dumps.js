@@ -42,5 +42,5 @@ const list = new FilteredList(document.getElementById("dumps"), {
 });
 
 jobsFeed.watch();
-jobsFeed.addEventListener("job", ({ detail: job }) => job.kind === "dump" && list.load(0));
+jobsFeed.addEventListener("job", ({ detail: job }) => ["dump", "stop_dump"].includes(job.kind) && list.load(0));
 startActions();

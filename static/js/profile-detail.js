@@ -74,6 +74,6 @@ async function refresh() {
 }
 
 jobsFeed.watch();
-jobsFeed.addEventListener("job", ({ detail: job }) => job.kind === "profile" && refresh());
+jobsFeed.addEventListener("job", ({ detail: job }) => ["profile", "merge_profile", "stop_profile"].includes(job.kind) && refresh());
 startActions();
 refresh();

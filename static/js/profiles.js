@@ -39,5 +39,5 @@ const list = new FilteredList(document.getElementById("profiles"), {
 });
 
 jobsFeed.watch();
-jobsFeed.addEventListener("job", ({ detail: job }) => job.kind === "profile" && list.load(0));
+jobsFeed.addEventListener("job", ({ detail: job }) => ["profile", "merge_profile", "stop_profile"].includes(job.kind) && list.load(0));
 startActions();

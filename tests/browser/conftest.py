@@ -1,4 +1,8 @@
-"""Chromium for the browser tests: found on the machine, or skipped with one visible line."""
+"""Chromium for the browser tests: found on the machine, or skipped with one visible line.
+
+Playwright's event loop runs in this thread while ``chromium`` lives; package scope ends it before
+other tests want a loop of their own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def chromium_path() -> str | None:
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium():
     path = chromium_path()
     if path is None:
@@ -37,7 +41,7 @@ def chromium():
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def served(tmp_path_factory, chromium):
     home = tmp_path_factory.mktemp("browser")
     with running_tree(home, QUARTERDECK_SCRIPTED_STEP_S="0.02") as running:

@@ -17,7 +17,9 @@ import psutil
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
+from engine.model.native_build import load_library
 from tests.engine.model.tiny import make_scripted_dir
+from tests.native import share_native
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PASSWORD = "correct horse"
@@ -157,6 +159,7 @@ def environment_of(home: Path, **changes: str) -> dict[str, str]:
 def running_tree(home: Path, *, wait: bool = True, **changes: str) -> Iterator[Tree]:
     """Started, ready, with a key of both scopes; ended by SIGTERM, or by SIGKILL if it must."""
     make_scripted_dir(home / "models" / "scripted")
+    share_native(home)
     environment = environment_of(home, **changes)
     with open(home / "serve.log", "w") as log:
         process = subprocess.Popen(
@@ -184,6 +187,20 @@ def running_tree(home: Path, *, wait: bool = True, **changes: str) -> Iterator[T
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def real_model(home: Path, *, family: str = "llama") -> dict[str, str]:
+    """Changes of the environment for a tree that serves a tiny random model on the native
+    backend."""
+    from tests.engine.model.conftest import HOME
+    from tests.engine.model.tiny import make_model
+
+    load_library(HOME)  # built once per machine
+    (home / "native").symlink_to(HOME / "native")
+    model = make_model(home / "models" / family, family)
+    return {"QUARTERDECK_BACKEND": "native", "QUARTERDECK_MODEL": str(model),
+            "QUARTERDECK_THREADS": "1", "QUARTERDECK_DTYPE": "fp32",
+            "QUARTERDECK_KV_TOKENS": "8192"}  # fmt: skip
 
 
 def eventually(condition: Callable[[], object], timeout_s: float, what: object = "") -> float:

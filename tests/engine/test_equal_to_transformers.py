@@ -15,7 +15,7 @@ from engine import messages as m
 from engine.config import EngineConfig, Limits
 from engine.model.runner import ModelRunner, make_runner
 from engine.scheduler.core import SchedulerCore
-from tests.engine.model.conftest import EMBEDDED
+from tests.engine.model.conftest import EMBEDDED, HOME
 
 pytestmark = pytest.mark.model
 NEW_TOKENS = 12
@@ -93,7 +93,7 @@ class Engine:
 
 def make_engine(backend: str, **limits: int) -> Engine:
     config = EngineConfig(
-        home=str(EMBEDDED), model_path=str(EMBEDDED), dtype="fp32", threads=2, backend=backend,
+        home=str(HOME), model_path=str(EMBEDDED), dtype="fp32", threads=2, backend=backend,
         limits=Limits(**{"kv_tokens": 16_384, "max_running": 128, **limits}),
     )  # fmt: skip
     return Engine(make_runner(config, dp=0, tp=0, group=None), config.limits)

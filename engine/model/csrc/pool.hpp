@@ -1,7 +1,7 @@
 // A pool of threads for parallel loops of a few microseconds.
 //
-// Path: every loop of layer.hpp and sample.hpp -> here. Loops hand out their tasks one by one from a
-// ticket, so a thread that the system took away delays only the task it holds. Between loops the
+// Path: every loop of layer.hpp and sample.hpp -> here. Loops hand out their tasks one by one from
+// a ticket, so a thread that the system took away delays only the task it holds. Between loops the
 // threads spin for a moment, because the next loop of a forward is microseconds away, then sleep.
 #pragma once
 
@@ -64,8 +64,10 @@ class Pool {
     body_ = &body;
     first_ = first;
     done_.store(0, std::memory_order_relaxed);
-    const uint64_t generation = (generation_of(ticket_.load(std::memory_order_relaxed)) + 1) & 0xFFFFFFFFu;
-    ticket_.store(generation << 32 | static_cast<uint64_t>(count) << 16);  // publishes what is above
+    const uint64_t generation =
+        (generation_of(ticket_.load(std::memory_order_relaxed)) + 1) & 0xFFFFFFFFu;
+    ticket_.store(generation << 32 | static_cast<uint64_t>(count)
+                                         << 16);  // publishes what is above
     if (sleepers_.load() > 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       awake_.notify_all();

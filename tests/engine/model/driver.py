@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.dumps.capture import Tap
 from engine.messages import SamplingParams
 from engine.model.runner import ModelRunner
 from engine.scheduler.plan import PlanRow, SampledRow, SlotBegin, StepPlan, StepResult
@@ -43,6 +44,7 @@ class Driver:
         self._begins: list[SlotBegin] = []
         self.running: list[Job] = []
         self.answer = StepResult(epoch=0)
+        self.tap: Tap | None = None  # of the steps from now on
 
     def begin(self, job: Job, *, cached_blocks: list[int] | None = None) -> Job:
         """Starts ``job``; the tokens of ``cached_blocks`` are not computed again."""
@@ -76,7 +78,7 @@ class Driver:
         rows = [self._row(job) for job in self.running]
         plan = StepPlan(step=self._step, ends=self._ends, begins=self._begins, rows=rows)
         self._step, self._ends, self._begins = self._step + 1, [], []
-        self.answer = self.runner.forward(plan)
+        self.answer = self.runner.forward(plan, self.tap)
         for job, row, result in zip(list(self.running), rows, self.answer.rows, strict=True):
             job.computed += len(row.token_ids)
             job.results.append(result)

@@ -18,6 +18,7 @@ import torch
 
 from engine.config import Limits
 from engine.messages import LogprobParams, SamplingParams
+from engine.model.native import AUTO_TOKENS
 from engine.model.runner import ModelRunner, make_runner
 from tests.engine.model import tiny
 from tests.engine.model.conftest import engine_config
@@ -128,6 +129,21 @@ def test_int4_weights_in_cpp_are_those_of_the_definition(
         found.append(distributions(job))
     difference = np.abs(found[0] - found[1])
     assert difference.mean() < INT8_MEAN and np.quantile(difference, 0.99) < INT8_HIGH
+
+
+def test_auto_takes_int4_for_small_steps_and_plain_for_large_ones(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    def answer(weights: str, length: int) -> np.ndarray:
+        config = engine_config(tiny_model("llama"), weights=weights)
+        job = job_of(length, seed=4, new_tokens=1)
+        runner = make_runner(config, dp=0, tp=0, group=None)
+        assert runner.info.weight_form == weights
+        run(runner, [job])
+        return distributions(job)
+
+    np.testing.assert_array_equal(answer("auto", AUTO_TOKENS), answer("int4", AUTO_TOKENS))
+    np.testing.assert_array_equal(answer("auto", AUTO_TOKENS + 1), answer("plain", AUTO_TOKENS + 1))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -123,6 +123,18 @@ def test_the_merged_clock_puts_each_step_where_the_runner_saw_it(toy):
             assert start_ns + round(event["dur"] * 1000) <= mark.end_ns + to_wall + slack_ns
 
 
+def test_time_without_requests_is_not_counted_as_a_pause_of_the_capture(toy):
+    toy.arm(num_steps=2)
+    toy.step()
+    time.sleep(0.5)
+    while toy.capture.armed:
+        toy.step()
+    manifest = toy.manifest()
+    own_ms = sum(mark.pause_ns for mark in manifest.steps) / 1e6
+    assert 0 < own_ms < 450
+    assert any(mark.pause_ns for mark in manifest.steps if not mark.recorded)
+
+
 def test_segments_stay_below_their_bound(toy, monkeypatch):
     monkeypatch.setattr(capture_module, "SEGMENT_BYTES", 40_000)
     toy.arm(num_steps=12)

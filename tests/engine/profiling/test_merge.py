@@ -3,17 +3,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.artifacts import Rank
 from engine.errors import BadRequest, Conflict
+from engine.profiling.clock import align
 from engine.profiling.document import atomic_output
-from engine.profiling.merge import merge
+from engine.profiling.manifest import find
+from engine.profiling.merge import merge, plan_shares, run_shares
 from engine.profiling.rules import check_trace
 from tests.engine.profiling.traces import (
     BASE_NS,
@@ -109,6 +113,17 @@ def test_a_rank_that_died_while_it_captured_is_merged_as_unfinished(tmp_path):
     assert result.partial and result.unfinished == ["dp0-tp1"]
     assert result.label.startswith("2 of 2, unfinished dp0-tp1")
     assert "last words" in names_of(read_merged(result.merged))
+
+
+def test_a_rank_that_had_no_step_to_record_is_there_and_said_to_be_silent(tmp_path):
+    made = whole_profile(tmp_path)
+    made.manifest(TWO[1], [])
+    result = merge(tmp_path, "p")
+    assert (result.partial, result.missing) == (False, [])
+    assert result.label == "2 of 2, no step recorded by dp0-tp1"
+    made.manifest(TWO[0], [])
+    nothing = merge(tmp_path, "p")
+    assert nothing.merged is None and nothing.ranks_found == ["dp0-tp0", "dp0-tp1"]
 
 
 def test_captures_whose_ids_are_prefixes_of_each_other_do_not_mix(tmp_path):
@@ -326,6 +341,20 @@ def test_what_a_killed_merge_left_does_not_disturb_the_next_one(tmp_path):
     result = merge(tmp_path, "p")
     assert len(names_of(read_merged(result.merged))) == 2
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_child_that_fails_costs_its_rank_and_the_reason_is_kept(tmp_path):
+    made = whole_profile(tmp_path)
+    shares = plan_shares(align(find(tmp_path, made.profile_id)))
+    bad = msgspec.structs.replace(shares[1].job.segments[0], namespace=1 << 30)
+    shares[1].job = msgspec.structs.replace(shares[1].job, segments=[bad])
+    problems = []
+    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
+        shares[0].out, shares[1].out = first, second
+        run_shares(shares, problems, lambda _: None)
+    assert [share.arrived for share in shares] == [True, False]
+    assert [(problem.rank, problem.file) for problem in problems] == [("dp0-tp1", "")]
+    assert "ValueError: namespace" in problems[0].error
 
 
 def run_cli(directory: Path, profile_id: str, *, limit_blocks: int = 0):

@@ -17,6 +17,7 @@ from engine.model.runner import make_runner
 from engine.router.control import ControlDesk, Outcome
 from engine.router.ledger import Spool, load_ledger, save_ledger
 from engine.router.operations import Operations
+from engine.router.recording_files import drop_recording, open_recording
 from engine.router.registry import Entry
 from engine.router.state import EngineState
 from engine.router.weights import Session
@@ -111,9 +112,10 @@ class Rank:
                 return False
             plan = self.core.bare_plan()
         plan.commands = commands
+        plan.tapped = self.control.recorder.taps(plan)
         for rank in (*self._followers(), self):
             rank.control.before_forward(plan)
-            result = rank.runner.forward(plan)
+            result = rank.control.recorder.forward(plan)
         self.core.commit(plan, result, self.rig.clock)
         return bool(plan.rows or commands)
 
@@ -222,6 +224,16 @@ class Rig:
     def tell(self, op, groups: list[int]) -> None:
         for dp in groups:
             self._send("", op, dp)
+
+    def run_beside(self, name: str, operation, deadline: float) -> None:
+        call = m.Call(id="", deadline=deadline)
+        self.desk.submit(name, call, operation, lambda _: None, exclusive=False, now=self.clock)
+
+    def open_recording(self, kind, directory: str, recording_id: str) -> None:
+        open_recording(self.config, kind, Path(directory), recording_id)
+
+    def drop_recording(self, kind, directory: str, recording_id: str) -> None:
+        drop_recording(kind, Path(directory), recording_id)
 
     def open_update(self) -> str | None:
         kinds = [kind.__name__ for kind in m.WeightUpdate.__subclasses__()]
