@@ -48,7 +48,8 @@ int64_t qd_panel_bytes(int kind, int columns) {
 int qd_use_huge_pages(char* memory, int64_t bytes) {
   constexpr uintptr_t PAGE = 2u << 20;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(memory) + PAGE - 1) / PAGE * PAGE;
-  const uintptr_t last = (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / PAGE * PAGE;
+  const uintptr_t last =
+      (reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes)) / PAGE * PAGE;
   if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint
   return 0;
 }
@@ -60,7 +61,9 @@ int qd_pack(int kind, const float* from, int rows, int columns, char* to) {
 int qd_unpack(int kind, const char* from, int rows, int columns, float* to) {
   return guarded([&] {
     const qd::Matrix matrix{from, nullptr, kind, rows, columns, 0};
-    for (int row = 0; row < rows; ++row) qd::unpack_row(matrix, row, 1.0f, to + static_cast<size_t>(row) * static_cast<size_t>(columns));
+    for (int row = 0; row < rows; ++row)
+      qd::unpack_row(matrix, row, 1.0f,
+                     to + static_cast<size_t>(row) * static_cast<size_t>(columns));
   });
 }
 
@@ -76,7 +79,8 @@ int qd_mlp(qd::Decoder* decoder, int tokens, int layer, float* x, float* delta) 
   return guarded([&] { decoder->mlp(tokens, layer, x, delta); });
 }
 
-int qd_join(qd::Decoder* decoder, int tokens, int layer, int after_mlp, float* x, const float* delta) {
+int qd_join(qd::Decoder* decoder, int tokens, int layer, int after_mlp, float* x,
+            const float* delta) {
   return guarded([&] { decoder->join(tokens, layer, after_mlp != 0, x, delta); });
 }
 
@@ -92,7 +96,8 @@ int qd_final_norm(qd::Decoder* decoder, const float* x, int tokens, float* out) 
   return guarded([&] { decoder->final_norm(x, tokens, out); });
 }
 
-int qd_sample(qd::Decoder* decoder, const float* logits, int rows, int vocabulary, const qd::DrawRequest* requests, qd::DrawResult* results) {
+int qd_sample(qd::Decoder* decoder, const float* logits, int rows, int vocabulary,
+              const qd::DrawRequest* requests, qd::DrawResult* results) {
   return guarded([&] { qd::sample(decoder->pool(), logits, rows, vocabulary, requests, results); });
 }
 

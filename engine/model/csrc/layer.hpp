@@ -1,7 +1,7 @@
 // The decoder on one rank: embedding, layers, final norm and output layer.
 //
-// Path: native_ops.py -> api.cpp -> here. The residual stream x is fp32 [tokens, hidden]. With tp > 1
-// attention() and mlp() leave this rank's part of a sum, which Python reduces before join().
+// Path: native_ops.py -> api.cpp -> here. The residual stream x is fp32 [tokens, hidden]. With tp >
+// 1 attention() and mlp() leave this rank's part of a sum, which Python reduces before join().
 #pragma once
 
 #include <cstdlib>
@@ -15,7 +15,7 @@ namespace qd {
 
 // Pointers are null where a model has no such weight. Norm weights include their offset.
 struct Layer {
-  Matrix qkv;      // rows: query heads, key heads, value heads
+  Matrix qkv;  // rows: query heads, key heads, value heads
   Matrix output;
   Matrix gate_up;  // panels alternate
   Matrix down;
@@ -92,8 +92,11 @@ class Decoder {
       }
       const size_t at = static_cast<size_t>(id) * static_cast<size_t>(model_.hidden);
       for (int k = 0; k < model_.hidden; ++k)
-        to[k] = model_.embedding_scale * (model_.embedding_kind == FLOAT32 ? static_cast<const float*>(model_.embedding)[at + static_cast<size_t>(k)]
-                                                                           : widen_one(static_cast<const bf16*>(model_.embedding)[at + static_cast<size_t>(k)]));
+        to[k] = model_.embedding_scale *
+                (model_.embedding_kind == FLOAT32
+                     ? static_cast<const float*>(model_.embedding)[at + static_cast<size_t>(k)]
+                     : widen_one(static_cast<const bf16*>(
+                           model_.embedding)[at + static_cast<size_t>(k)]));
     });
   }
 
@@ -109,7 +112,8 @@ class Decoder {
     } else {
       attend<bf16>(batch, layer, qkv, out);
     }
-    const Activations attended = prepare(out, batch.tokens, model_.heads * model_.head_dim, nullptr, layer.output);
+    const Activations attended =
+        prepare(out, batch.tokens, model_.heads * model_.head_dim, nullptr, layer.output);
     project(attended, layer.output, layer.after_attention_norm, x, delta);
   }
 
@@ -118,7 +122,8 @@ class Decoder {
     const Layer& layer = layers_[static_cast<size_t>(index)];
     const Activations normed = prepare(x, tokens, model_.hidden, layer.mlp_norm, layer.gate_up);
     float* gated = gated_.of<float>(offset(tokens, model_.intermediate));
-    multiply(pool_, normed, layer.gate_up, {gated, model_.intermediate, model_.gelu ? GATE_GELU : GATE_SILU, 0.0f});
+    multiply(pool_, normed, layer.gate_up,
+             {gated, model_.intermediate, model_.gelu ? GATE_GELU : GATE_SILU, 0.0f});
     const Activations active = prepare(gated, tokens, model_.intermediate, nullptr, layer.down);
     project(active, layer.down, layer.after_mlp_norm, x, delta);
   }
@@ -148,14 +153,17 @@ class Decoder {
     for_rows(tokens, [&](int t) {
       const float* from = x + offset(t, model_.hidden);
       const Activations rows{FLOAT32, tokens, model_.hidden, out, nullptr, nullptr};
-      prepare_row(from, model_.final_norm, norm_scale(from, model_.hidden, model_.epsilon), model_.hidden, rows, t);
+      prepare_row(from, model_.final_norm, norm_scale(from, model_.hidden, model_.epsilon),
+                  model_.hidden, rows, t);
     });
   }
 
   Pool& pool() { return pool_; }
 
  private:
-  static size_t offset(int row, int width) { return static_cast<size_t>(row) * static_cast<size_t>(width); }
+  static size_t offset(int row, int width) {
+    return static_cast<size_t>(row) * static_cast<size_t>(width);
+  }
 
   // Rows are cheap: a few of them are not worth waking the other threads for.
   template <class Body>
@@ -179,16 +187,19 @@ class Decoder {
             scaled ? sums_.of<float>(groups) : nullptr};
   }
 
-  Activations prepare(const float* x, int rows, int columns, const float* norm, const Matrix& matrix) {
+  Activations prepare(const float* x, int rows, int columns, const float* norm,
+                      const Matrix& matrix) {
     const Activations out = activations(matrix, rows);
     for_rows(rows, [&](int row) {
       const float* from = x + offset(row, columns);
-      prepare_row(from, norm, norm ? norm_scale(from, columns, model_.epsilon) : 1.0f, columns, out, row);
+      prepare_row(from, norm, norm ? norm_scale(from, columns, model_.epsilon) : 1.0f, columns, out,
+                  row);
     });
     return out;
   }
 
-  void project(const Activations& in, const Matrix& matrix, const float* norm, float* x, float* delta) {
+  void project(const Activations& in, const Matrix& matrix, const float* norm, float* x,
+               float* delta) {
     if (delta) {
       multiply(pool_, in, matrix, {delta, model_.hidden, STORE, 0.0f});
     } else if (!norm) {
@@ -214,7 +225,8 @@ class Decoder {
     T* queries = queries_.of<T>(offset(batch.tokens, model_.heads * model_.head_dim));
     const Cache<T> cache{static_cast<T*>(layer.keys), static_cast<T*>(layer.values)};
     for_rows(batch.tokens, [&](int t) { arrange(batch, layer, qkv, t, queries, cache); });
-    const AttentionShape shape{model_.heads, model_.kv_heads, model_.head_dim, layer.window, model_.attention_scale, model_.attention_cap};
+    const AttentionShape shape{model_.heads, model_.kv_heads,        model_.head_dim,
+                               layer.window, model_.attention_scale, model_.attention_cap};
     const Attention<T> attention(shape, batch, cache, queries, out);
     int partials = 0;
     plan_tasks(batch, layer.window, tasks_, partials);
@@ -243,7 +255,9 @@ class Decoder {
         for (next = first; next < tasks_.size() && tasks_[next].row == tasks_[first].row; ++next) {
           const State& state = states_[static_cast<size_t>(tasks_[next].partial)];
           for (int h = 0; h < model_.heads; ++h)
-            joined.join(h, state.largest[static_cast<size_t>(h)], state.total[static_cast<size_t>(h)], state.values.data() + offset(h, model_.head_dim), model_.head_dim);
+            joined.join(h, state.largest[static_cast<size_t>(h)],
+                        state.total[static_cast<size_t>(h)],
+                        state.values.data() + offset(h, model_.head_dim), model_.head_dim);
         }
         attention.finish(tasks_[first], joined);
       }
@@ -253,17 +267,23 @@ class Decoder {
 
   // Query, key and value of one token: turned, and the latter two put into the cache.
   template <class T>
-  void arrange(const Batch& batch, const Layer& layer, const float* qkv, int token, T* queries, const Cache<T>& cache) {
+  void arrange(const Batch& batch, const Layer& layer, const float* qkv, int token, T* queries,
+               const Cache<T>& cache) {
     const int dim = model_.head_dim;
     const float* from = qkv + offset(token, layer.qkv.rows);
-    const float* cos_sin = layer.cos_sin + static_cast<size_t>(batch.positions[token]) * static_cast<size_t>(dim);
+    const float* cos_sin =
+        layer.cos_sin + static_cast<size_t>(batch.positions[token]) * static_cast<size_t>(dim);
     for (int h = 0; h < model_.heads; ++h, from += dim)
-      turn_head(from, layer.query_norm, model_.epsilon, cos_sin, dim, queries + offset(token * model_.heads + h, dim));
-    const size_t slot = static_cast<size_t>(batch.kv_slots[token]) * static_cast<size_t>(model_.kv_heads * dim);
+      turn_head(from, layer.query_norm, model_.epsilon, cos_sin, dim,
+                queries + offset(token * model_.heads + h, dim));
+    const size_t slot =
+        static_cast<size_t>(batch.kv_slots[token]) * static_cast<size_t>(model_.kv_heads * dim);
     for (int h = 0; h < model_.kv_heads; ++h, from += dim)
-      turn_head(from, layer.key_norm, model_.epsilon, cos_sin, dim, cache.keys + slot + offset(h, dim));
+      turn_head(from, layer.key_norm, model_.epsilon, cos_sin, dim,
+                cache.keys + slot + offset(h, dim));
     for (int at = 0; at < model_.kv_heads * dim; at += LANES)
-      store_values(cache.values + slot + at, _mm512_loadu_ps(from + at), first_lanes(model_.kv_heads * dim - at));
+      store_values(cache.values + slot + at, _mm512_loadu_ps(from + at),
+                   first_lanes(model_.kv_heads * dim - at));
   }
 
   Model model_;

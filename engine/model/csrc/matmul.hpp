@@ -16,12 +16,12 @@ namespace qd {
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT4 = 2, INT8 = 3 };
 
-constexpr int PANEL = LANES;   // rows of a panel
-constexpr int GROUP = 32;      // columns that share a scale and a minimum, for INT4 and INT8
-constexpr int MOST_ROWS = 8;   // activation rows of a tile
-constexpr int MOST_PANELS = 6; // panels of a task
-constexpr int FEW_ROWS = 4;    // up to here a float tile has 6 panels, beyond 3: 24 sums either way
-constexpr int AHEAD = 2048;    // bytes that a tile of several rows prefetches: measured on Zen 4
+constexpr int PANEL = LANES;    // rows of a panel
+constexpr int GROUP = 32;       // columns that share a scale and a minimum, for INT4 and INT8
+constexpr int MOST_ROWS = 8;    // activation rows of a tile
+constexpr int MOST_PANELS = 6;  // panels of a task
+constexpr int FEW_ROWS = 4;  // up to here a float tile has 6 panels, beyond 3: 24 sums either way
+constexpr int AHEAD = 2048;  // bytes that a tile of several rows prefetches: measured on Zen 4
 
 inline bool quantised(Kind kind) { return kind == INT4 || kind == INT8; }
 
@@ -31,14 +31,19 @@ inline int padded_columns(Kind kind, int columns) {
   return (columns + multiple - 1) / multiple * multiple;
 }
 
-// Bytes of one panel. Quantised panels hold, per group, 16 fp16 scales, 16 fp16 minima and the codes.
+// Bytes of one panel. Quantised panels hold, per group, 16 fp16 scales, 16 fp16 minima and the
+// codes.
 inline size_t panel_bytes(Kind kind, int columns) {
   const size_t padded = static_cast<size_t>(padded_columns(kind, columns));
   switch (kind) {
-    case FLOAT32: return padded * PANEL * 4;
-    case BFLOAT16: return padded * PANEL * 2;
-    case INT4: return padded / GROUP * (64 + GROUP * PANEL / 2);
-    case INT8: return padded / GROUP * (64 + GROUP * PANEL);
+    case FLOAT32:
+      return padded * PANEL * 4;
+    case BFLOAT16:
+      return padded * PANEL * 2;
+    case INT4:
+      return padded / GROUP * (64 + GROUP * PANEL / 2);
+    case INT8:
+      return padded / GROUP * (64 + GROUP * PANEL);
   }
   return 0;
 }
@@ -53,7 +58,9 @@ struct Matrix {
 
   Kind form() const { return static_cast<Kind>(kind); }
   int panels() const { return (rows + PANEL - 1) / PANEL; }
-  const char* panel(int index) const { return data + panel_bytes(form(), columns) * static_cast<size_t>(index); }
+  const char* panel(int index) const {
+    return data + panel_bytes(form(), columns) * static_cast<size_t>(index);
+  }
 };
 
 // Activations [rows, columns] in the form that a kind of matrix multiplies.
@@ -69,13 +76,16 @@ struct Activations {
   T* row(int index) const {
     return static_cast<T*>(data) + static_cast<size_t>(index) * static_cast<size_t>(columns);
   }
-  size_t group(int index) const { return static_cast<size_t>(index) * static_cast<size_t>(columns / GROUP); }
+  size_t group(int index) const {
+    return static_cast<size_t>(index) * static_cast<size_t>(columns / GROUP);
+  }
 };
 
 // ---------------------------------------------------------------- activations
 
 // One row of x [columns], scaled by `scale` and, if given, by `weight` [columns], into `out`.
-inline void prepare_row(const float* x, const float* weight, float scale, int columns, const Activations& out, int row) {
+inline void prepare_row(const float* x, const float* weight, float scale, int columns,
+                        const Activations& out, int row) {
   const __m512 factor = _mm512_set1_ps(scale);
   const auto load = [&](int at) {
     const __mmask16 live = at < columns ? first_lanes(columns - at) : 0;
@@ -89,13 +99,15 @@ inline void prepare_row(const float* x, const float* weight, float scale, int co
   }
   if (out.kind == BFLOAT16) {
     for (int at = 0; at < out.columns; at += LANES)
-      _mm256_mask_storeu_epi16(out.row<bf16>(row) + at, first_lanes(out.columns - at), narrow(load(at)));
+      _mm256_mask_storeu_epi16(out.row<bf16>(row) + at, first_lanes(out.columns - at),
+                               narrow(load(at)));
     return;
   }
   for (int at = 0; at < out.columns; at += GROUP) {
     const __m512 low = load(at);
     const __m512 high = load(at + LANES);
-    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    const float largest =
+        _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
     const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
     const __m512i low_codes = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
     const __m512i high_codes = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
@@ -104,7 +116,9 @@ inline void prepare_row(const float* x, const float* weight, float scale, int co
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + LANES), _mm512_cvtepi32_epi8(high_codes));
     const size_t group = out.group(row) + static_cast<size_t>(at / GROUP);
     out.scales[group] = largest / 127.0f;
-    out.sums[group] = out.scales[group] * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(low_codes, high_codes)));
+    out.sums[group] =
+        out.scales[group] *
+        static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(low_codes, high_codes)));
   }
 }
 
@@ -121,7 +135,8 @@ inline float norm_scale(const float* x, int columns, float epsilon) {
 // ---------------------------------------------------------------- tiles
 
 // sums[ROWS][PANELS][16] of activation rows first_row.. with consecutive panels.
-using Tile = void (*)(const Activations&, int first_row, const char* panel, size_t stride, float* sums);
+using Tile = void (*)(const Activations&, int first_row, const char* panel, size_t stride,
+                      float* sums);
 
 template <int ROWS, int PANELS>
 void store_sums(const __m512 (&sum)[ROWS][PANELS], float* sums) {
@@ -130,7 +145,8 @@ void store_sums(const __m512 (&sum)[ROWS][PANELS], float* sums) {
 }
 
 template <int ROWS, int PANELS>
-void float_tile(const Activations& x, int first_row, const char* panel, size_t stride, float* sums) {
+void float_tile(const Activations& x, int first_row, const char* panel, size_t stride,
+                float* sums) {
   __m512 sum[ROWS][PANELS];
   const float* rows[ROWS];
   for (int r = 0; r < ROWS; ++r) rows[r] = x.row<float>(first_row + r);
@@ -158,7 +174,8 @@ template <int ROWS, int PANELS>
 void bf16_tile(const Activations& x, int first_row, const char* panel, size_t stride, float* sums) {
   __m512 sum[ROWS][PANELS];
   const int32_t* rows[ROWS];
-  for (int r = 0; r < ROWS; ++r) rows[r] = reinterpret_cast<const int32_t*>(x.row<bf16>(first_row + r));
+  for (int r = 0; r < ROWS; ++r)
+    rows[r] = reinterpret_cast<const int32_t*>(x.row<bf16>(first_row + r));
   for (auto& line : sum)
     for (__m512& value : line) value = _mm512_setzero_ps();
   for (int pair = 0; pair < x.columns / 2; ++pair) {
@@ -179,7 +196,8 @@ void bf16_tile(const Activations& x, int first_row, const char* panel, size_t st
   store_sums<ROWS, PANELS>(sum, sums);
 }
 
-// The codes of one group: register i holds input columns 4i..4i+3 of the 16 rows, as unsigned bytes.
+// The codes of one group: register i holds input columns 4i..4i+3 of the 16 rows, as unsigned
+// bytes.
 template <Kind KIND>
 void unpack_group(const char* codes, __m512i (&bytes)[8]) {
   if (KIND == INT8) {
@@ -208,10 +226,13 @@ void quantised_tile(const Activations& x, int first_row, const char* panel, size
     sum[r][0] = _mm512_setzero_ps();
   }
   for (int g = 0; g < x.columns / GROUP; ++g, panel += STEP) {
-    const __m512 scale = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel)));
-    const __m512 minimum = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + 32)));
+    const __m512 scale =
+        _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel)));
+    const __m512 minimum =
+        _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel + 32)));
     __m512i codes[8];
-    for (size_t line = 0; ROWS > 1 && line < STEP; line += 64) _mm_prefetch(panel + AHEAD + line, _MM_HINT_T0);
+    for (size_t line = 0; ROWS > 1 && line < STEP; line += 64)
+      _mm_prefetch(panel + AHEAD + line, _MM_HINT_T0);
     unpack_group<KIND>(panel + 64, codes);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
@@ -223,7 +244,8 @@ void quantised_tile(const Activations& x, int first_row, const char* panel, size
         odd = dot_bytes(odd, codes[2 * i + 1], _mm512_set1_epi32(rows[r][g * 8 + 2 * i + 1]));
       }
       const __m512 dot = _mm512_cvtepi32_ps(_mm512_add_epi32(even, odd));
-      sum[r][0] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(scales[r][g])), sum[r][0]);
+      sum[r][0] =
+          _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(scales[r][g])), sum[r][0]);
       sum[r][0] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(code_sums[r][g]), sum[r][0]);
     }
   }
@@ -232,10 +254,12 @@ void quantised_tile(const Activations& x, int first_row, const char* panel, size
 
 template <int ROWS>
 Tile float_tile_of(Kind kind, int panels) {
-  static constexpr Tile FLOATS[MOST_PANELS] = {float_tile<ROWS, 1>, float_tile<ROWS, 2>, float_tile<ROWS, 3>,
-                                               float_tile<ROWS, 4>, float_tile<ROWS, 5>, float_tile<ROWS, 6>};
-  static constexpr Tile HALVES[MOST_PANELS] = {bf16_tile<ROWS, 1>, bf16_tile<ROWS, 2>, bf16_tile<ROWS, 3>,
-                                               bf16_tile<ROWS, 4>, bf16_tile<ROWS, 5>, bf16_tile<ROWS, 6>};
+  static constexpr Tile FLOATS[MOST_PANELS] = {float_tile<ROWS, 1>, float_tile<ROWS, 2>,
+                                               float_tile<ROWS, 3>, float_tile<ROWS, 4>,
+                                               float_tile<ROWS, 5>, float_tile<ROWS, 6>};
+  static constexpr Tile HALVES[MOST_PANELS] = {bf16_tile<ROWS, 1>, bf16_tile<ROWS, 2>,
+                                               bf16_tile<ROWS, 3>, bf16_tile<ROWS, 4>,
+                                               bf16_tile<ROWS, 5>, bf16_tile<ROWS, 6>};
   return (kind == FLOAT32 ? FLOATS : HALVES)[panels - 1];
 }
 
@@ -253,8 +277,8 @@ Tile tile_of(Kind kind, int rows, int panels, std::integer_sequence<int, ROWS...
 
 enum Finish { STORE, ADD, GATE_SILU, GATE_GELU };
 
-// Where the sums go. GATE: panels alternate between gate and up, and out [rows, matrix rows / 2] gets
-// activation(gate) * up. ADD: out += sums. Bias comes first, then the cap.
+// Where the sums go. GATE: panels alternate between gate and up, and out [rows, matrix rows / 2]
+// gets activation(gate) * up. ADD: out += sums. Bias comes first, then the cap.
 struct Output {
   float* data;
   int stride;
@@ -271,7 +295,8 @@ inline void finish_panel(const Matrix& w, int panel, __m512 sums, const Output& 
   _mm512_mask_storeu_ps(to, live, soft_cap(sums, out.cap));
 }
 
-inline void finish_gated(const Matrix& w, int panel, __m512 gate, __m512 up, const Output& out, int row) {
+inline void finish_gated(const Matrix& w, int panel, __m512 gate, __m512 up, const Output& out,
+                         int row) {
   if (w.bias) {
     gate = _mm512_add_ps(gate, _mm512_loadu_ps(w.bias + panel * PANEL));
     up = _mm512_add_ps(up, _mm512_loadu_ps(w.bias + (panel + 1) * PANEL));
@@ -283,7 +308,8 @@ inline void finish_gated(const Matrix& w, int panel, __m512 gate, __m512 up, con
 }
 
 // Rows first_row..last_row with `panels` panels from `panel` on; for GATE both are even.
-inline void multiply_block(const Activations& x, const Matrix& w, const Output& out, int first_row, int last_row, int panel, int panels) {
+inline void multiply_block(const Activations& x, const Matrix& w, const Output& out, int first_row,
+                           int last_row, int panel, int panels) {
   alignas(64) float sums[MOST_ROWS * MOST_PANELS * LANES];
   const size_t stride = panel_bytes(w.form(), w.columns);
   const bool gated = out.finish == GATE_SILU || out.finish == GATE_GELU;
@@ -291,16 +317,20 @@ inline void multiply_block(const Activations& x, const Matrix& w, const Output& 
     const int rows = std::min(MOST_ROWS, last_row - row);
     const int width = quantised(x.kind) ? 1 : rows > FEW_ROWS ? MOST_PANELS / 2 : MOST_PANELS;
     for (int p = 0; p < panels; p += width) {
-      const Tile tile = tile_of(x.kind, rows, std::min(width, panels - p), std::make_integer_sequence<int, MOST_ROWS>{});
+      const Tile tile = tile_of(x.kind, rows, std::min(width, panels - p),
+                                std::make_integer_sequence<int, MOST_ROWS>{});
       tile(x, row, w.panel(panel + p), stride, sums + p * rows * LANES);
     }
-    const auto at = [&](int r, int p) {  // tiles one after the other, each [rows][panels of the tile]
+    const auto at = [&](int r,
+                        int p) {  // tiles one after the other, each [rows][panels of the tile]
       const int first = p / width * width;
-      return _mm512_load_ps(sums + (first * rows + r * std::min(width, panels - first) + p - first) * LANES);
+      return _mm512_load_ps(
+          sums + (first * rows + r * std::min(width, panels - first) + p - first) * LANES);
     };
     for (int r = 0; r < rows; ++r) {
       if (gated) {
-        for (int p = 0; p < panels; p += 2) finish_gated(w, panel + p, at(r, p), at(r, p + 1), out, row + r);
+        for (int p = 0; p < panels; p += 2)
+          finish_gated(w, panel + p, at(r, p), at(r, p + 1), out, row + r);
       } else {
         for (int p = 0; p < panels; ++p) finish_panel(w, panel + p, at(r, p), out, row + r);
       }
@@ -322,7 +352,8 @@ inline void multiply(Pool& pool, const Activations& x, const Matrix& w, const Ou
   pool.run(blocks * chunks, [&](int task) {
     const int panel = task / chunks * width;
     const int first = task % chunks * rows;
-    multiply_block(x, w, out, first, std::min(x.rows, first + rows), panel, std::min(width, w.panels() - panel));
+    multiply_block(x, w, out, first, std::min(x.rows, first + rows), panel,
+                   std::min(width, w.panels() - panel));
   });
 }
 

@@ -14,10 +14,12 @@ struct GroupCodes {
   uint8_t codes[GROUP];
 };
 
-inline uint16_t to_half(float value) { return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT)); }
+inline uint16_t to_half(float value) {
+  return static_cast<uint16_t>(_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT));
+}
 
-// Rounds to the range between the smallest and the largest value, then fits scale and minimum to the
-// codes by least squares: exact again for values that a 4-bit format had made.
+// Rounds to the range between the smallest and the largest value, then fits scale and minimum to
+// the codes by least squares: exact again for values that a 4-bit format had made.
 inline GroupCodes quantise_int4(const float* values, int count) {
   GroupCodes group{};
   const auto [low, high] = std::minmax_element(values, values + count);
@@ -76,14 +78,16 @@ inline void pack_row(Kind kind, const float* row, int columns, int lane, char* p
     bf16* pairs = reinterpret_cast<bf16*>(panel);
     for (int k = 0; k < columns; ++k) {
       const __m256i rounded = narrow(_mm512_set1_ps(row[k]));
-      pairs[k / 2 * 2 * PANEL + lane * 2 + k % 2] = static_cast<bf16>(_mm256_extract_epi16(rounded, 0));
+      pairs[k / 2 * 2 * PANEL + lane * 2 + k % 2] =
+          static_cast<bf16>(_mm256_extract_epi16(rounded, 0));
     }
     return;
   }
   const size_t step = panel_bytes(kind, GROUP);
   for (int first = 0; first < columns; first += GROUP) {
     const int count = std::min(GROUP, columns - first);
-    const GroupCodes group = kind == INT4 ? quantise_int4(row + first, count) : quantise_int8(row + first, count);
+    const GroupCodes group =
+        kind == INT4 ? quantise_int4(row + first, count) : quantise_int8(row + first, count);
     place_codes(kind, group, lane, panel + step * static_cast<size_t>(first / GROUP));
   }
 }
@@ -92,7 +96,8 @@ inline void pack_row(Kind kind, const float* row, int columns, int lane, char* p
 inline void pack(Kind kind, const float* from, int rows, int columns, char* to) {
   const size_t bytes = panel_bytes(kind, columns);
   for (int row = 0; row < rows; ++row)
-    pack_row(kind, from + static_cast<size_t>(row) * static_cast<size_t>(columns), columns, row % PANEL, to + bytes * static_cast<size_t>(row / PANEL));
+    pack_row(kind, from + static_cast<size_t>(row) * static_cast<size_t>(columns), columns,
+             row % PANEL, to + bytes * static_cast<size_t>(row / PANEL));
 }
 
 // One value of a quantised panel.
@@ -100,13 +105,14 @@ inline float unpack_code(Kind kind, const char* panel, int lane, int column) {
   const char* group = panel + panel_bytes(kind, GROUP) * static_cast<size_t>(column / GROUP);
   const int quad = column % GROUP / 4, byte = lane * 4 + column % 4;
   const uint8_t* codes = reinterpret_cast<const uint8_t*>(group + 64);
-  const int code = kind == INT8 ? codes[quad * 64 + byte] : codes[quad / 2 * 64 + byte] >> (quad % 2 * 4) & 15;
+  const int code =
+      kind == INT8 ? codes[quad * 64 + byte] : codes[quad / 2 * 64 + byte] >> (quad % 2 * 4) & 15;
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(group);
   return _cvtsh_ss(scales[lane]) * static_cast<float>(code) + _cvtsh_ss(scales[PANEL + lane]);
 }
 
-// One row of a packed matrix back as fp32, times `scale`: for reading weights, and for embeddings out
-// of a packed output layer.
+// One row of a packed matrix back as fp32, times `scale`: for reading weights, and for embeddings
+// out of a packed output layer.
 inline void unpack_row(const Matrix& w, int row, float scale, float* to) {
   const char* panel = w.panel(row / PANEL);
   const int lane = row % PANEL;
@@ -114,7 +120,8 @@ inline void unpack_row(const Matrix& w, int row, float scale, float* to) {
     if (w.form() == FLOAT32) {
       to[k] = scale * reinterpret_cast<const float*>(panel)[k * PANEL + lane];
     } else if (w.form() == BFLOAT16) {
-      to[k] = scale * widen_one(reinterpret_cast<const bf16*>(panel)[k / 2 * 2 * PANEL + lane * 2 + k % 2]);
+      to[k] = scale *
+              widen_one(reinterpret_cast<const bf16*>(panel)[k / 2 * 2 * PANEL + lane * 2 + k % 2]);
     } else {
       to[k] = scale * unpack_code(w.form(), panel, lane, k);
     }

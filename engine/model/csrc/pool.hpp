@@ -1,7 +1,7 @@
 // A pool of threads for parallel loops of a few microseconds.
 //
-// Path: every loop of layer.hpp and sample.hpp -> here. Loops hand out their tasks one by one from a
-// ticket, so a thread that the system took away delays only the task it holds. Between loops the
+// Path: every loop of layer.hpp and sample.hpp -> here. Loops hand out their tasks one by one from
+// a ticket, so a thread that the system took away delays only the task it holds. Between loops the
 // threads spin for a moment, because the next loop of a forward is microseconds away, then sleep.
 #pragma once
 
@@ -64,14 +64,19 @@ class Pool {
     body_ = &body;
     first_ = first;
     done_.store(0, std::memory_order_relaxed);
-    const uint64_t generation = (generation_of(ticket_.load(std::memory_order_relaxed)) + 1) & 0xFFFFFFFFu;
-    ticket_.store(generation << 32 | static_cast<uint64_t>(count) << 16);  // publishes what is above
+    const uint64_t generation =
+        (generation_of(ticket_.load(std::memory_order_relaxed)) + 1) & 0xFFFFFFFFu;
+    ticket_.store(generation << 32 | static_cast<uint64_t>(count)
+                                         << 16);  // publishes what is above
     if (sleepers_.load() > 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       awake_.notify_all();
     }
     take_tasks();
-    while (done_.load(std::memory_order_acquire) < count) _mm_pause();
+    for (int spin = 0; done_.load(std::memory_order_acquire) < count; ++spin) {
+      _mm_pause();
+      if (spin > SPINS) std::this_thread::yield();  // the one that is late may need this core
+    }
   }
 
   // Takes tasks until none is left. A claimed task keeps its loop alive, so body_ is safe to read.

@@ -1,8 +1,8 @@
 // Draws, logprobs and entropies of rows of logits.
 //
-// Path: native_ops.py -> api.cpp -> here. The definitions are those of engine/model/sampler.py, steps
-// 3 to 5; a row is one task and its sums run in the order of the token ids, so a row does not depend
-// on its batch.
+// Path: native_ops.py -> api.cpp -> here. The definitions are those of engine/model/sampler.py,
+// steps 3 to 5; a row is one task and its sums run in the order of the token ids, so a row does not
+// depend on its batch.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct DrawRequest {
 struct DrawResult {
   int32_t token_id;
   float logprob;
-  float entropy;  // nats
+  float entropy;    // nats
   float logsumexp;  // of logits / temperature
 };
 
@@ -80,7 +80,8 @@ class RowSampler {
     best_ = _mm512_reduce_max_ps(top);
     for (int at = 0; at < vocabulary_; at += LANES) {
       const __mmask16 live = first_lanes(vocabulary_ - at);
-      const __mmask16 equal = _mm512_mask_cmp_ps_mask(live, load(at), _mm512_set1_ps(best_), _CMP_EQ_OQ);
+      const __mmask16 equal =
+          _mm512_mask_cmp_ps_mask(live, load(at), _mm512_set1_ps(best_), _CMP_EQ_OQ);
       if (equal) return at + __builtin_ctz(equal);
     }
     return 0;  // every logit is NaN
@@ -156,15 +157,16 @@ class RowSampler {
     return kept_[drawn].id;
   }
 
-  // Candidates enough for the filters: all tokens above a threshold that is lowered until the filters
-  // cut above it.
+  // Candidates enough for the filters: all tokens above a threshold that is lowered until the
+  // filters cut above it.
   void keep_likely() {
     for (const float depth : {6.0f, 12.0f, 25.0f, INFINITY}) {
       kept_.clear();
       double mass = 0;
       for (int at = 0; at < vocabulary_; at += LANES) {
         const __mmask16 live = first_lanes(vocabulary_ - at);
-        unsigned above = _mm512_mask_cmp_ps_mask(live, exponent(at, live), _mm512_set1_ps(-depth), _CMP_GE_OQ);
+        unsigned above =
+            _mm512_mask_cmp_ps_mask(live, exponent(at, live), _mm512_set1_ps(-depth), _CMP_GE_OQ);
         for (; above; above &= above - 1) {
           const int id = at + __builtin_ctz(above);
           kept_.push_back({logits_[id], id});
@@ -190,9 +192,12 @@ class RowSampler {
   std::vector<Candidate> kept_;
 };
 
-inline void sample(Pool& pool, const float* logits, int rows, int vocabulary, const DrawRequest* requests, DrawResult* results) {
+inline void sample(Pool& pool, const float* logits, int rows, int vocabulary,
+                   const DrawRequest* requests, DrawResult* results) {
   pool.run(rows, [&](int row) {
-    results[row] = RowSampler(logits + static_cast<size_t>(row) * static_cast<size_t>(vocabulary), vocabulary, requests[row]).run();
+    results[row] = RowSampler(logits + static_cast<size_t>(row) * static_cast<size_t>(vocabulary),
+                              vocabulary, requests[row])
+                       .run();
   });
 }
 

@@ -76,15 +76,17 @@ inline __m512i dot_bytes(__m512i sum, __m512i unsigned_bytes, __m512i signed_byt
 // exp(x) to 2 ulp; below -104 it is 0, above 88.7 infinity.
 inline __m512 exponential(__m512 x) {
   const __m512 clamped = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
-  const __m512 power = _mm512_roundscale_ps(
-      _mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(clamped, _mm512_set1_ps(1.44269504f)),
+                                            _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), clamped);
   rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f), rest);
   __m512 series = _mm512_set1_ps(1.9875691500e-4f);
-  for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f}) {
+  for (const float term :
+       {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f}) {
     series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(term));
   }
-  series = _mm512_fmadd_ps(series, _mm512_mul_ps(rest, rest), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+  series =
+      _mm512_fmadd_ps(series, _mm512_mul_ps(rest, rest), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
   return _mm512_scalef_ps(series, power);
 }
 
@@ -101,8 +103,8 @@ inline __m512 silu(__m512 x) {
 
 inline __m512 gelu_tanh(__m512 x) {
   const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
-  const __m512 inner = _mm512_mul_ps(
-      _mm512_set1_ps(0.7978845608f), _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
+  const __m512 inner = _mm512_mul_ps(_mm512_set1_ps(0.7978845608f),
+                                     _mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), x));
   const __m512 half = _mm512_mul_ps(x, _mm512_set1_ps(0.5f));
   return _mm512_fmadd_ps(half, hyperbolic_tangent(inner), half);
 }
