@@ -77,8 +77,8 @@ class SamplingDefaults:
     def of(model_path: Path) -> SamplingDefaults:
         path = model_path / "generation_config.json"
         given = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-        if not given.get("do_sample", False):
-            return SamplingDefaults()
+        if given.get("do_sample") is False:
+            return SamplingDefaults(temperature=0.0)
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         return SamplingDefaults(**{name: given[name] for name in names if given.get(name)})
 

@@ -188,8 +188,8 @@ async def _program(module: str, *arguments: str, good: tuple[int, ...] = (0,)) -
         sys.executable, "-m", "console.guarded", "--memory", str(PROGRAM_BYTES), module,
         sys.executable, "-m", module, *arguments,
         cwd=settings.BASE_DIR, env={**os.environ, PARENT_PID: str(os.getpid())},
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         out, said = await asyncio.wait_for(process.communicate(), PROGRAM_S)

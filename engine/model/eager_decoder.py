@@ -15,7 +15,7 @@ from engine.model import quant
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache
 from engine.model.layout import Layout, Shard
-from engine.model.sampler import draw_rows
+from engine.model.sampler import draw_rows, draw_together
 from engine.model.spec import DecoderSpec
 from engine.model.targets import Target, TensorTarget
 from engine.scheduler.ranks import Group
@@ -35,7 +35,6 @@ class EagerDecoder:
     """One rank's decoder; see ``native.Decoder``. Norm weights are as the checkpoint has them."""
 
     name = "eager"
-    draw = staticmethod(draw_rows)
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class EagerDecoder:
         self._group = group
         self._split_tokens = SPLIT_TOKENS if config.deterministic else None
         self.weight_form: str = config.weights
+        self.draw = draw_rows if config.device == "cpu" else draw_together
         self.targets: list[Target] = []
         self._weights: dict[str, torch.Tensor] = {}
         for name in parts:

@@ -60,10 +60,13 @@ class HfBackend:
         directory: ModelDirectory,
         *,
         dtype: torch.dtype,
+        device: torch.device,
         num_blocks: int,
         block_size: int,
     ) -> None:
         self.model, unused = _load(directory, dtype)
+        self.model.to(device)
+        self._device = device
         self.weights = ModuleWeights(self.model, ignored=unused)
         self._step = _Step(layers={})
         for module in self.model.modules():
@@ -77,7 +80,7 @@ class HfBackend:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=device,
         )
         self.parameter_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
 
@@ -88,6 +91,7 @@ class HfBackend:
 
         ``keep``: int64 indices of tokens. Hidden states are those that the output layer reads.
         """
+        batch, keep = batch.to(self._device), keep.to(self._device)
         self._step.batch = batch
         self._step.contexts = [batch.context_slots(row) for row in range(batch.rows)]
         output = self.model(

@@ -45,6 +45,20 @@ class Batch:
     def tokens(self) -> int:
         return self.token_ids.shape[0]
 
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on ``device``."""
+        return Batch(
+            token_ids=self.token_ids.to(device, non_blocking=True),
+            positions=self.positions.to(device, non_blocking=True),
+            kv_slots=self.kv_slots.to(device, non_blocking=True),
+            query_starts=self.query_starts.to(device, non_blocking=True),
+            context_lengths=self.context_lengths.to(device, non_blocking=True),
+            block_tables=self.block_tables.to(device, non_blocking=True),
+            block_size=self.block_size,
+            longest_chunk=self.longest_chunk,
+            longest_context=self.longest_context,
+        )
+
     def context_slots(self, row: int) -> torch.Tensor:
         """int64 [context]: the cache slots of everything that row may look at, by position."""
         length = int(self.context_lengths[row])

@@ -26,6 +26,7 @@ import torch
 from engine.model.noise import uniform
 from engine.model.slots import Slot
 from engine.scheduler.plan import SampledRow
+from kernels.sample import sample
 
 _FEW = 512  # candidates looked at before top-p falls back to sorting the whole vocabulary
 
@@ -41,6 +42,11 @@ class DrawRequest:
     point: float = 0.0
     forced: int | None = None
     describe: bool = False  # logprob, entropy and logsumexp are wanted
+
+    @property
+    def filters(self) -> bool:
+        cuts = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        return cuts and self.temperature > 0.0
 
 
 @dataclass(slots=True)
@@ -168,6 +174,25 @@ def draw_rows(logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawRes
     return results
 
 
+def draw_together(logits: torch.Tensor, requests: list[DrawRequest]) -> list[DrawResult]:
+    """``draw_rows`` for a device: one kernel for all rows, and one more call for each that filters.
+
+    Sums are fp32 here, so a draw whose point lies within rounding of a border may fall beyond it.
+    """
+    temperatures = torch.tensor([r.temperature for r in requests], device=logits.device)
+    points = torch.tensor([r.point for r in requests], device=logits.device)
+    found = sample(logits, temperatures, points)
+    columns = (found.token_id, found.logprob, found.entropy, found.logsumexp)
+    results = [
+        DrawResult(int(token), logprob, entropy, logsumexp)
+        for token, logprob, entropy, logsumexp in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+    for i, request in enumerate(requests):
+        if request.filters or request.forced is not None:
+            results[i] = draw_rows(logits[i : i + 1], [request])[0]
+    return results
+
+
 def _describe(row: torch.Tensor, result: DrawResult) -> None:
     result.logsumexp = float(row.logsumexp(-1))
     logprobs = row - result.logsumexp
@@ -179,7 +204,7 @@ def _describe(row: torch.Tensor, result: DrawResult) -> None:
 def _draw(row: torch.Tensor, request: DrawRequest) -> int:
     """Steps 4 and 5: one token out of the processed logits [vocab]."""
     probabilities = row.softmax(-1)
-    if request.top_k <= 0 and request.top_p >= 1.0 and request.min_p <= 0.0:
+    if not request.filters:
         return _invert(probabilities, request.point)
     values, ids = _candidates(probabilities, request.top_k, request.top_p, request.min_p)
     return int(ids[_invert(values, request.point)])

@@ -179,6 +179,7 @@ def _make_backend(config: EngineConfig, directory: ModelDirectory, group: Group 
     return HfBackend(
         directory,
         dtype=dtype,
+        device=torch.device(config.device),
         num_blocks=limits.kv_tokens // limits.block_tokens,
         block_size=limits.block_tokens,
     )
@@ -219,7 +220,7 @@ def _input_logprobs(
     result = InputLogprobs(ids=tokens, values=[None for _ in first])
     result.top = TopLogprobs(ids=[[] for _ in first], values=[[] for _ in first])
     result.token_ids = TopLogprobs(ids=[[] for _ in first], values=[[] for _ in first])
-    targets = torch.tensor(tokens[len(first) :], dtype=torch.int64)
+    targets = torch.tensor(tokens[len(first) :], dtype=torch.int64, device=logits.device)
     for begin in range(0, len(positions), _LOGITS_AT_ONCE):
         logprobs = logits[begin : begin + _LOGITS_AT_ONCE].float().log_softmax(-1)
         own = targets[begin : begin + _LOGITS_AT_ONCE, None]
@@ -242,6 +243,6 @@ def _give_hidden(
 ) -> None:
     for r, (slot, result) in enumerate(zip(slots, results, strict=True)):
         if slot.return_hidden_states:
-            own = hidden[query_starts[r] : query_starts[r + 1]].float().contiguous()
+            own = hidden[query_starts[r] : query_starts[r + 1]].float().cpu().contiguous()
             result.hidden = own.numpy().tobytes()
             result.hidden_width = own.shape[1]

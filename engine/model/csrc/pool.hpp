@@ -73,7 +73,10 @@ class Pool {
       awake_.notify_all();
     }
     take_tasks();
-    while (done_.load(std::memory_order_acquire) < count) _mm_pause();
+    for (int spin = 0; done_.load(std::memory_order_acquire) < count; ++spin) {
+      _mm_pause();
+      if (spin > SPINS) std::this_thread::yield();  // the one that is late may need this core
+    }
   }
 
   // Takes tasks until none is left. A claimed task keeps its loop alive, so body_ is safe to read.

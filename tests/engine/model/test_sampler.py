@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from engine.messages import LogprobParams, SamplingParams
 from engine.model.noise import uniform
 from engine.model.runner import make_runner
-from engine.model.sampler import Draw, DrawRequest, Sampler, draw_rows
+from engine.model.sampler import Draw, DrawRequest, Sampler, draw_rows, draw_together
 from engine.model.slots import Slot
 from engine.scheduler.plan import SampledRow
 from tests.engine.model.conftest import engine_config
@@ -240,3 +240,25 @@ def test_both_forms_of_the_draw_agree(
     assert mine.token_id == truth.token_id
     for name in ("logprob", "entropy", "logsumexp"):
         assert getattr(mine, name) == pytest.approx(getattr(truth, name), abs=2e-5, rel=2e-5)
+
+
+def test_the_form_for_devices_agrees() -> None:
+    """Here through the kernel's reference; tests/gpu runs the kernel."""
+    source = np.random.default_rng(0)
+    logits = torch.tensor(source.normal(0, 3, (40, 500)), dtype=torch.float32)
+    requests = [
+        DrawRequest(
+            temperature=0.0 if row % 4 == 0 else 0.8,
+            top_p=0.8 if row % 3 == 0 else 1.0,
+            forced=7 if row % 5 == 0 else None,
+            point=float(source.random()),
+            describe=True,
+        )
+        for row in range(40)
+    ]
+    for mine, truth in zip(
+        draw_together(logits, requests), draw_rows(logits, requests), strict=True
+    ):
+        assert mine.token_id == truth.token_id
+        for name in ("logprob", "entropy", "logsumexp"):
+            assert getattr(mine, name) == pytest.approx(getattr(truth, name), abs=1e-4)
