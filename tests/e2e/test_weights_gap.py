@@ -18,6 +18,7 @@ from engine import messages as m
 from engine.client import EngineClient, GenerateReqInput
 from engine.config import EngineConfig, Limits
 from tests.e2e.engines import running_engine
+from tests.native import share_native
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.model]
 
@@ -60,6 +61,7 @@ def nearly(model: Path, path: Path) -> str:
 
 
 async def test_an_in_place_swap_is_hardly_felt(tmp_path, capsys):
+    share_native(tmp_path)
     config = EngineConfig(
         home=str(tmp_path), model_path=str(MODEL.resolve()),
         limits=Limits(max_running=STREAMS, kv_tokens=8192),

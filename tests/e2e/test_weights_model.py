@@ -17,6 +17,7 @@ from tests.e2e.engines import answer, running_engine
 from tests.e2e.swaps import FIRST_EPOCH, Swaps
 from tests.engine.model import tiny
 from tests.engine.model.driver import Driver
+from tests.native import share_native
 
 pytestmark = pytest.mark.e2e
 
@@ -57,6 +58,7 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 
 
 def model_config(home: Path, model: Path, **changes) -> EngineConfig:
+    share_native(home)
     limits = Limits(max_running=16, kv_tokens=4096, block_tokens=BLOCK)
     fields = {"backend": "hf", "dtype": "fp32", "threads": 1, "limits": limits} | changes
     return EngineConfig(home=str(home), model_path=str(model), **fields)
