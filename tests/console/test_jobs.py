@@ -256,6 +256,9 @@ def test_a_registered_checkpoint_is_read_for_its_checksum(home, database):
     [row] = Checkpoint.objects.all()
     assert again(job).state == "done", again(job).message
     assert (row.state, row.tensors, len(row.checksum)) == ("ok", 3, 64)
+    checkpoints.register(RegisterCheckpoint(path=row.path, token_step=8), actor="other")
+    row.refresh_from_db()
+    assert (row.state, row.token_step, row.registered_by) == ("ok", 8, "system")
 
 
 def test_a_checkpoint_that_is_cut_off_is_incomplete_with_a_reason(home, database):
@@ -282,6 +285,9 @@ def test_new_and_changed_checkpoints_are_discovered_and_vanished_ones_marked(hom
     path.rename(home / "gone")
     checkpoints.discover()
     assert Checkpoint.objects.get().state == "gone"
+    (home / "gone").rename(path)
+    checkpoints.register(RegisterCheckpoint(path=str(path), note="back"), actor="system")
+    assert (Checkpoint.objects.get().state, Checkpoint.objects.get().note) == ("found", "back")
 
 
 # ---------------------------------------------------------------- HTTP and the socket

@@ -374,11 +374,34 @@ def locked_database(home: Path) -> Iterator[None]:
         db.execute("ROLLBACK")
 
 
+def by_socket(socket, reason: str) -> str:
+    """Continue, by a frame on a socket that was open before."""
+    frame = {"type": "act", "action": "continue", "reason": reason, "ref": "away"}
+    socket.send(json.dumps(frame))
+    while True:
+        heard = json.loads(socket.recv(15))
+        assert heard["type"] != "error", heard
+        if heard["type"] == "ended":
+            return heard["job"]["state"]
+
+
+def by_browser(browser: httpx.Client, reason: str) -> str:
+    """Pause, by the page of somebody who signed in before."""
+    body = {"mode": "in_place", "reason": reason}
+    response = browser.post("/api/control/pause", json=body)
+    assert response.status_code in (200, 202), response.text
+    return response.json()["job"]["state"]
+
+
 @pytest.mark.parametrize("away", [no_database, locked_database])
 def test_emergencies_work_while_the_database_is_away_and_are_recorded_later(tree, away):
     for _ in range(20):  # both workers have met the key
         before = {job["id"] for job in jobs(tree)}
-    with away(tree.home):
+    socket = tree.socket("/ws/jobs/")
+    with contextlib.ExitStack() as stack:
+        browser = stack.enter_context(tree.browser())
+        browser.get("/api/fleet").raise_for_status()  # its worker has met the session
+        stack.enter_context(away(tree.home))
         for path in ("/pause_generation", "/continue_generation", "/abort_request"):
             body = {"abort_all": True} if path == "/abort_request" else {}
             for _ in range(2):
@@ -386,6 +409,8 @@ def test_emergencies_work_while_the_database_is_away_and_are_recorded_later(tree
                 response = tree.post(path, body | {"reason": away.__name__})
                 assert response.status_code == 200, response.text
                 assert time.monotonic() - began < 10
+        assert by_socket(socket, away.__name__) == "done"
+        assert by_browser(browser, away.__name__) in ("done", "running")
         told = tree.manage("control", "pause", "--reason", away.__name__)
         assert "done" in told
         assert tree.fleet()["engine"]["state"] == "paused"
@@ -393,7 +418,7 @@ def test_emergencies_work_while_the_database_is_away_and_are_recorded_later(tree
         tree.manage("control", "continue", "--reason", away.__name__)
 
     def recorded() -> bool:
-        return len(jobs(tree, q=away.__name__)) == 8 and not any(
+        return len(jobs(tree, q=away.__name__)) == 10 and not any(
             job["ended_at"] is None for job in jobs(tree, q=away.__name__)
         )
 
@@ -402,9 +427,27 @@ def test_emergencies_work_while_the_database_is_away_and_are_recorded_later(tree
     assert {job["state"] for job in found} == {"done"}
     assert all(job["late"] for job in found) or away is locked_database
     assert not before & {job["id"] for job in found}
-    assert len(audit(tree, q=away.__name__)) == 8
+    assert len(audit(tree, q=away.__name__)) == 10
+    socket.close()
     assert "unbroken" in tree.manage("audit", "verify")
     assert list((tree.home / "late-jobs").glob("*.json")) == []
+
+
+def test_two_hundred_hints_of_one_process_need_one_connection(tree):
+    """C5: a loop per hint would leave dead ones behind, and say so."""
+    job = act(tree, "freeze_gc")
+    told = subprocess.run(
+        [sys.executable, "manage.py", "shell", "-c",
+         "import time; from console.link import Link; link = Link('command'); "
+         "from console.models import Job; from console.services import jobs; "
+         f"job = Job.objects.get(pk={job['id']}); "
+         "[jobs.progress(job) for _ in range(200)]; time.sleep(2); link.close(); print('told')"],
+        cwd=ROOT, env=tree.environment, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "told" in told.stdout
+    assert "lost" not in told.stderr, told.stderr
+    assert "closed" not in told.stderr
+    assert "Event loop is closed" not in tree.log
 
 
 def test_nothing_of_it_is_left_when_the_tree_stops(tmp_path):
