@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 
 from engine.weights.checkpoint import SINGLE
 from tests.console.tree import Tree, eventually
-from tests.engine.weights.checkpoints import scripted_checkpoint
+from tests.engine.weights.checkpoints import favourites, scripted_checkpoint
 
 pytestmark = pytest.mark.browser
 
@@ -87,17 +87,22 @@ def test_the_audit_lists_who_did_it_and_the_chain_holds(page: Page, served):
     assert "unbroken" in served.manage("audit", "verify")
 
 
-def test_what_served_then_and_a_roll_back(page: Page, served):
+def test_a_roll_back_serves_the_weights_of_an_earlier_epoch_again(page: Page, served):
+    body = {"model_path": checkpoint(served, 2), "reason": "next"}
+    assert served.post("/update_weights_from_disk", body).json()["success"]
     page.goto(f"{served.url}/weights/")
     rows = page.locator("#versions tbody tr")
-    expect(rows.first).to_contain_text("policy-1")
-    rows.last.get_by_role("button", name="Roll back").click()
+    expect(rows.first).to_contain_text("policy-2", timeout=15_000)
+    rows.filter(has_text="policy-1").get_by_role("button", name="Roll back").click()
     sheet = page.get_by_role("dialog")
     expect(sheet).to_contain_text("become a new epoch")
     sheet.get_by_label("Reason").fill("it was worse")
     sheet.get_by_role("button", name="Roll back").click()
     expect(page.locator("#job-chips")).to_contain_text("done", timeout=15_000)
-    expect(page.locator("#versions tbody tr").first).to_contain_text("epoch 1", timeout=15_000)
+    expect(rows.first).to_contain_text("user:admin", timeout=15_000)
+    expect(rows.first).to_contain_text("epoch", timeout=15_000)
+    token = served.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 1}})
+    assert token.json()["output_ids"][0] in favourites(1)
 
 
 def test_a_request_in_flight_is_seen_and_aborted(page: Page, served):

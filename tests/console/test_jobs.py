@@ -14,6 +14,7 @@ from typing import ClassVar
 import psutil
 import pytest
 from asgiref.sync import sync_to_async
+from django.contrib.auth.models import Group, User
 from django.db import connection
 from django.utils import timezone
 
@@ -336,6 +337,20 @@ async def test_a_viewer_watches_jobs_and_may_not_act(script, sign_in, worker):
         answer = await socket.hear()
         assert (answer["type"], answer["error"]["code"]) == ("error", "forbidden")
     await socket.leave()
+
+
+async def test_a_command_after_a_demotion_is_refused(script, sign_in, worker):
+    """C15: rights are read again at each command, not only at the handshake."""
+    cookie = await cookie_for(sign_in, "operator")
+    socket = Socket(application, "/ws/jobs/", cookie, OURS)
+    await socket.open()
+    await socket.hear()
+    user = await User.objects.aget(username="operator")
+    await user.groups.aset([await Group.objects.aget(name="viewer")])
+    await socket.say({"type": "act", "action": "pause"})
+    assert (await socket.hear())["error"]["code"] == "forbidden"
+    await socket.leave()
+    assert await Job.objects.acount() == 0
 
 
 def test_an_outcome_names_what_happened():
