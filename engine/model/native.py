@@ -214,6 +214,7 @@ def _make_decoder(
                 dtype=dtype,
                 weight_form=form,
                 threads=config.rank_threads,
+                deterministic=config.deterministic,
             )
             for form in forms
         ]

@@ -24,12 +24,15 @@ NEEDED = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "f16c"})
 _log = logging.getLogger(__name__)
 
 
-def load_library(home: Path) -> ctypes.CDLL | None:
-    """The library, built if need be; None (and one warning) where it cannot be."""
+def load_library(home: Path, *defines: str) -> ctypes.CDLL | None:
+    """The library, built if need be; None (and one warning) where it cannot be.
+
+    ``defines`` are macros; QD_EMULATE_AMX lets the code for AMX run without it.
+    """
     reason = _obstacle()
     if reason is None:
         try:
-            return ctypes.CDLL(str(_build(home / "native")))
+            return ctypes.CDLL(str(_build(home / "native", [f"-D{name}" for name in defines])))
         except subprocess.CalledProcessError as error:
             reason = f"the compiler failed: {error.stderr.strip().splitlines()[-1:]}"
     _log.warning("no C++ operators (%s): the eager decoder runs instead", reason)
@@ -58,19 +61,19 @@ def _compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
 
 
-def _build(directory: Path) -> Path:
+def _build(directory: Path, macros: list[str]) -> Path:
     """Several ranks start at once: one builds, the others wait for it."""
     directory.mkdir(parents=True, exist_ok=True)
-    target = directory / f"quarterdeck-{_fingerprint()}.so"
+    target = directory / f"quarterdeck-{_fingerprint(macros)}.so"
     with (directory / "build.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile(target)
+            _compile(target, macros)
     return target
 
 
-def _fingerprint() -> str:
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+def _fingerprint(macros: list[str]) -> str:
+    digest = hashlib.sha256(" ".join([*FLAGS, *macros]).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
     compiler = _compiler()
@@ -81,14 +84,14 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(target: Path) -> None:
+def _compile(target: Path, macros: list[str]) -> None:
     compiler = _compiler()
     assert compiler is not None
     _log.info("building the C++ operators, once per machine: about 10 s")
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         made = Path(scratch) / target.name
         subprocess.run(
-            [compiler, *FLAGS, str(SOURCES / "api.cpp"), "-o", str(made)],
+            [compiler, *FLAGS, *macros, str(SOURCES / "api.cpp"), "-o", str(made)],
             capture_output=True,
             text=True,
             check=True,

@@ -51,7 +51,9 @@ class CpuDecoder:
         dtype: torch.dtype,
         weight_form: str,
         threads: int,
+        deterministic: bool,
     ) -> None:
+        """``deterministic``: rows do not depend on their batch, which costs AMX its use."""
         self._library = Library(library)
         self._memory = Memory(self._library)
         self._spec = spec
@@ -66,7 +68,8 @@ class CpuDecoder:
         self.targets: list[Target] = []
         model = self._model(self._layers())
         self._handle = c_void_p()
-        self._library.call("qd_create", byref(model), threads, byref(self._handle))
+        made = byref(self._handle)
+        self._library.call("qd_create", byref(model), threads, int(deterministic), made)
         self.storages = self._memory.kept
         self.parameter_bytes = self._memory.bytes
 

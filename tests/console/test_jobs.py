@@ -21,7 +21,15 @@ from django.utils import timezone
 from console.asgi import application
 from console.auth import SYSTEM, principal_of_user
 from console.models import AuditEntry, Checkpoint, Job
-from console.services import catalogue, checkpoints, control, effects, file_jobs, jobs, reconcile
+from console.services import (
+    catalogue,
+    checkpoints,
+    control,
+    effects,
+    file_jobs,
+    jobs,
+    reconcile,
+)
 from console.services.file_actions import FileAction, RegisterCheckpoint
 from console.services.sending import Outcome
 from engine.errors import Conflict

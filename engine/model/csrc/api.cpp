@@ -31,8 +31,9 @@ extern "C" {
 
 const char* qd_last_error() { return last_error.c_str(); }
 
-int qd_create(const qd::Model* model, int threads, qd::Decoder** made) {
-  return guarded([&] { *made = new qd::Decoder(*model, threads); });
+// fixed_sums: no unit is used whose sums depend on the number of rows.
+int qd_create(const qd::Model* model, int threads, int fixed_sums, qd::Decoder** made) {
+  return guarded([&] { *made = new qd::Decoder(*model, threads, fixed_sums != 0); });
 }
 
 int qd_destroy(qd::Decoder* decoder) {

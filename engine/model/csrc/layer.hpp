@@ -77,9 +77,10 @@ class Buffer {
 
 class Decoder {
  public:
-  Decoder(const Model& model, int threads)
+  Decoder(const Model& model, int threads, bool fixed_sums)
       : model_(model), layers_(model.layers, model.layers + model.layer_count), pool_(threads) {
     model_.layers = layers_.data();
+    if (!fixed_sums) amx::enable();
   }
 
   void embed(const Batch& batch, float* x) {

@@ -3,7 +3,7 @@
 // Path: native_ops.py at load and at a weight update -> api.cpp -> here.
 #pragma once
 
-#include "matmul.hpp"
+#include "packed.hpp"
 
 namespace qd {
 

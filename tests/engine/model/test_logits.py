@@ -18,7 +18,9 @@ import torch
 
 from engine.config import Limits
 from engine.messages import LogprobParams, SamplingParams
+from engine.model import native
 from engine.model.native import AUTO_TOKENS
+from engine.model.native_build import load_library
 from engine.model.runner import ModelRunner, make_runner
 from tests.engine.model import tiny
 from tests.engine.model.conftest import engine_config
@@ -129,6 +131,22 @@ def test_int4_weights_in_cpp_are_those_of_the_definition(
         found.append(distributions(job))
     difference = np.abs(found[0] - found[1])
     assert difference.mean() < INT8_MEAN and np.quantile(difference, 0.99) < INT8_HIGH
+
+
+def test_the_code_for_amx_multiplies_as_that_for_avx512_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the instructions emulated; steps of 16 rows and more take them."""
+    directory = tiny.make_model(tmp_path, "llama", intermediate_size=128)
+    found = []
+    for defines in ((), ("QD_EMULATE_AMX",)):
+        monkeypatch.setattr(native, "load_library", lambda home, d=defines: load_library(home, *d))
+        runner = make_runner(engine_config(directory, dtype="bf16"), dp=0, tp=0, group=None)
+        jobs = [job_of(n, seed=n, new_tokens=1) for n in (77, 18, 3)]
+        run(runner, jobs)
+        found.append(np.concatenate([distributions(job) for job in jobs]))
+    difference = np.abs(found[0] - found[1])
+    assert 0 < difference.max() < 0.1 and difference.mean() < 0.01
 
 
 def test_auto_takes_int4_for_small_steps_and_plain_for_large_ones(
