@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -55,15 +57,19 @@ class Lifespan:
         )
         worker.client.subscribe(worker.feed.put)
         worker.client.subscribe(worker.chronicle.put)
-        self._tasks = [
-            asyncio.create_task(worker.feed.watch(), name="fleet-feed"),
-            asyncio.create_task(worker.sockets.sweep(), name="socket-sweep"),
-            asyncio.create_task(keys.watch(), name="keys"),
-            asyncio.create_task(events.listen(on_hint), name="hints"),
-            asyncio.create_task(worker.chronicle.watch(worker.client), name="chronicle"),
-            asyncio.create_task(worker.jobs.watch(), name="jobs-feed"),
-            asyncio.create_task(reconcile.watch(), name="reconcile"),
-        ]
+        works = {
+            "fleet-feed": worker.feed.watch(),
+            "socket-sweep": worker.sockets.sweep(),
+            "keys": keys.watch(),
+            "hints": events.listen(on_hint),
+            "chronicle": worker.chronicle.watch(worker.client),
+            "jobs-feed": worker.jobs.watch(),
+            "reconcile": reconcile.watch(),
+        }
+        for name, work in works.items():
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(end_worker_if_broken)
+            self._tasks.append(task)
 
     async def _close(self, worker: Worker) -> None:
         await leave(worker)
@@ -76,6 +82,14 @@ class Lifespan:
             worker.client = None
         events.use_loop(None)
         await worker.valkey.aclose()
+
+
+def end_worker_if_broken(task: asyncio.Task[None]) -> None:
+    """A fault of ours in work that never ends: this worker is no good without it, and the
+    supervisor starts another one."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("%s broke: this worker ends", task.get_name(), exc_info=error)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 async def leave(worker: Worker) -> None:

@@ -32,7 +32,7 @@ def reconcile_jobs() -> int:
     return process_link().run(reconcile.round_to_the_end())
 
 
-@shared_task(name="console.act", bind=True)
+@shared_task(name=schedules.ACT_TASK, bind=True)
 def act(self: Task[Any, Any], /, **fields: Any) -> None:
     """A scheduled control action; its fields are those of ``schedules.Schedule``."""
     process_link().run(schedules.act(fields, message_id=self.request.id or ""))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from django.utils import timezone
 
 from console.models import Checkpoint, Job
 from console.services import roots
@@ -33,18 +32,22 @@ def signature_of(path: Path) -> tuple[str, int]:
 
 
 def register(action: RegisterCheckpoint, *, actor: str) -> Checkpoint:
-    """What a trainer says of a path; its files are checked by the job that registers it."""
+    """What a trainer says of a path; its files are checked by the job that registers it.
+
+    What was read before and did not change since stays ready meanwhile.
+    """
     signature, size = signature_of(Path(action.path))
     told = {"token_step": action.token_step, "run": action.run, "note": action.note}
     said = {name: value for name, value in told.items() if value not in (None, "")}
-    checkpoint, _ = Checkpoint.objects.update_or_create(
+    checkpoint, new = Checkpoint.objects.get_or_create(
         path=action.path,
-        defaults={"signature": signature, "bytes": size, "state": Checkpoint.State.FOUND, **said},
-        create_defaults={
-            "signature": signature, "bytes": size, "registered_by": actor,
-            "registered_at": timezone.now(), **said,
-        },
-    )  # fmt: skip
+        defaults={"signature": signature, "bytes": size, "registered_by": actor, **said},
+    )
+    if new:
+        return checkpoint
+    if checkpoint.signature != signature or checkpoint.state == Checkpoint.State.GONE:
+        said |= {"signature": signature, "bytes": size, "state": Checkpoint.State.FOUND}
+    Checkpoint.objects.filter(pk=checkpoint.pk).update(**said)
     return checkpoint
 
 

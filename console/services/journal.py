@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
+from django.db import IntegrityError
 
 from console.models import Job
 from console.services import jobs
@@ -50,9 +51,11 @@ def read_in() -> int:
     count = 0
     for path in sorted(directory().glob("*.json")):
         job = _job_of(path)
-        if job is not None:
-            jobs.finish(job)
-            count += 1
+        try:
+            if job is not None and jobs.finish(job):
+                count += 1
+        except IntegrityError:
+            continue  # another process stores it in this moment; the next round finds it stored
         path.unlink(missing_ok=True)
     return count
 

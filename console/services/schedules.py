@@ -15,7 +15,7 @@ import msgspec
 from django.contrib.auth.models import User
 from django.utils import timezone
 
-from console.auth import Principal, principal_of_user
+from console.auth import Forbidden, Principal, principal_of_user
 from console.database import in_database
 from console.fields import read_fields
 from console.models import Job
@@ -24,6 +24,7 @@ from engine.errors import NotFound
 
 log = logging.getLogger(__name__)
 
+ACT_TASK = "console.act"
 BURST_S = 2.0
 
 
@@ -35,6 +36,11 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     as_user: str
     fields: dict[str, Any] = {}
     reason: str = ""
+
+    def require_own(self, username: str) -> None:
+        """Raises ``Forbidden`` when it would act for somebody else."""
+        if self.as_user != username:
+            raise Forbidden(f"only a superuser may schedule an action for {self.as_user!r}")
 
 
 async def act(given: dict[str, Any], *, message_id: str) -> Job | None:

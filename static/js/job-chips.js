@@ -19,7 +19,7 @@ export function followJob(job) {
 function draw(job) {
   const known = chips.get(job.id);
   const element = h("div", { class: "job-chip" },
-    h("div", { class: "row" }, h("span", { class: "dot", data: { tone: jobTone(job.state) } }), h("a", { class: "cut", href: `/jobs/${job.id}/` }, job.title),
+    h("div", { class: "row" }, h("span", { class: "dot", data: { tone: jobTone(job.state) } }), titleOf(job),
       h("span", { class: "small faint push" }, words(job)),
       h("button", { type: "button", class: "button quiet only", title: "Hide", onclick: () => remove(job.id) }, icon("close"), h("span", { class: "sr" }, "Hide"))),
     job.message ? h("div", { class: "small dim" }, job.message) : null,
@@ -28,6 +28,11 @@ function draw(job) {
   else corner.append(element);
   chips.set(job.id, { element, job });
   if (hasEnded(job) && job.state === "done" && !(known && hasEnded(known.job))) setTimeout(() => remove(job.id), GONE_AFTER_MS);
+}
+
+/** A job that was done while the database was away has no number and no page yet. */
+function titleOf(job) {
+  return job.id === null ? h("span", { class: "cut" }, job.title) : h("a", { class: "cut", href: `/jobs/${job.id}/` }, job.title);
 }
 
 function words(job) {

@@ -9,6 +9,7 @@ import struct
 import pytest
 from asgiref.sync import sync_to_async
 from django.test import AsyncClient
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
 
 from console.models import Checkpoint, Engine, Job
 from console.uploads import SpooledUploads
@@ -372,3 +373,36 @@ async def test_records_are_read_only_even_for_a_superuser(engine, trainer, make_
     assert page.status_code == 200
     assert (await client.get(f"/admin/console/{model}/add/")).status_code == 403
     assert (await client.get(f"/admin/console/{model}/1/delete/")).status_code == 403
+
+
+# ---------------------------------------------------------------- schedules in the admin
+
+
+async def schedule(client: AsyncClient, kwargs: object) -> str:
+    """The form's complaint about the arguments, or "" when it was stored."""
+    interval, _ = await IntervalSchedule.objects.aget_or_create(every=1, period="hours")
+    form = {"name": "nightly", "regtask": "console.act", "enabled": "on", "interval": interval.pk,
+            "args": "[]", "kwargs": json.dumps(kwargs)}  # fmt: skip
+    response = await client.post("/admin/django_celery_beat/periodictask/add/", form)
+    if response.status_code == 302:
+        return ""
+    errors = response.context["adminform"].form.errors
+    return " ".join(errors.get("kwargs", [str(errors)]))
+
+
+async def test_a_schedule_is_checked_when_it_is_written(database, make_user):
+    client = await staff(make_user, "admin")
+    good = {"action": "flush_cache", "fields": {"timeout_s": 5}, "as_user": "admin"}
+    assert "there is no action" in await schedule(client, {**good, "action": "explode"})
+    assert "timeout_s" in await schedule(client, {**good, "fields": {"timeout_s": "soon"}})
+    assert "as_user" in await schedule(client, {"action": "flush_cache"})
+    assert "only a superuser" in await schedule(client, {**good, "as_user": "root"})
+    assert await PeriodicTask.objects.filter(name="nightly").acount() == 0
+    assert await schedule(client, good) == ""
+    assert await PeriodicTask.objects.filter(name="nightly").acount() == 1
+
+
+async def test_an_operator_cannot_edit_schedules(database, make_user):
+    client = await staff(make_user, "operator")
+    response = await client.get("/admin/django_celery_beat/periodictask/add/")
+    assert response.status_code == 403

@@ -14,7 +14,7 @@ from console.asgi import application
 from console.auth import Forbidden, principal_of_user
 from console.database import DatabaseAway
 from console.models import AuditEntry, Engine, Job, WeightUpdate
-from console.services import audit, chronicle, control, jobs, journal, reconcile, schedules
+from console.services import audit, control, jobs, journal, reconcile, schedules
 from engine import messages as m
 from engine.errors import BadRequest, Conflict, NotFound
 from tests.console.communicator import OURS, Socket, cookie_of
@@ -199,6 +199,21 @@ async def test_without_an_engine_nothing_is_sent_and_the_job_says_so(worker, mak
     job = await control.perform(await principal(make_user), "flush_cache", {}, via="page")
     assert (job.state, job.status_code) == ("failed", 503)
     assert "nothing was sent" in job.message
+
+
+async def test_opposite_calls_at_the_same_time_all_return_and_the_state_is_readable(
+    engine, make_user
+):
+    """E12: a single slot for the pending reply would leave the first caller waiting for ever."""
+    who = await principal(make_user)
+    names = ["pause", "continue"] * 5
+    found = await asyncio.wait_for(
+        asyncio.gather(*(control.perform(who, name, {}, via="http") for name in names)), 20
+    )
+    assert {job.state for job in found} == {"done"}
+    last = max(found, key=lambda job: job.ended_at).kind
+    state = (await engine.worker.client.fleet()).engine.state
+    assert state == ("paused" if last == "pause" else "running")
 
 
 async def test_who_gives_up_waiting_does_not_stop_the_action(engine, make_user):
@@ -411,4 +426,3 @@ def test_every_user_of_the_audit_sees_the_same_chain(make_user):
                  target="engine", result="done")  # fmt: skip
     User.objects.all().delete()
     assert audit.verify().ok
-    assert chronicle is not None

@@ -14,6 +14,7 @@ from typing import ClassVar
 import psutil
 import pytest
 from asgiref.sync import sync_to_async
+from django.contrib.auth.models import Group, User
 from django.db import connection
 from django.utils import timezone
 
@@ -264,6 +265,9 @@ def test_a_registered_checkpoint_is_read_for_its_checksum(home, database):
     [row] = Checkpoint.objects.all()
     assert again(job).state == "done", again(job).message
     assert (row.state, row.tensors, len(row.checksum)) == ("ok", 3, 64)
+    checkpoints.register(RegisterCheckpoint(path=row.path, token_step=8), actor="other")
+    row.refresh_from_db()
+    assert (row.state, row.token_step, row.registered_by) == ("ok", 8, "system")
 
 
 def test_a_checkpoint_that_is_cut_off_is_incomplete_with_a_reason(home, database):
@@ -290,6 +294,9 @@ def test_new_and_changed_checkpoints_are_discovered_and_vanished_ones_marked(hom
     path.rename(home / "gone")
     checkpoints.discover()
     assert Checkpoint.objects.get().state == "gone"
+    (home / "gone").rename(path)
+    checkpoints.register(RegisterCheckpoint(path=str(path), note="back"), actor="system")
+    assert (Checkpoint.objects.get().state, Checkpoint.objects.get().note) == ("found", "back")
 
 
 # ---------------------------------------------------------------- HTTP and the socket
@@ -338,6 +345,20 @@ async def test_a_viewer_watches_jobs_and_may_not_act(script, sign_in, worker):
         answer = await socket.hear()
         assert (answer["type"], answer["error"]["code"]) == ("error", "forbidden")
     await socket.leave()
+
+
+async def test_a_command_after_a_demotion_is_refused(script, sign_in, worker):
+    """C15: rights are read again at each command, not only at the handshake."""
+    cookie = await cookie_for(sign_in, "operator")
+    socket = Socket(application, "/ws/jobs/", cookie, OURS)
+    await socket.open()
+    await socket.hear()
+    user = await User.objects.aget(username="operator")
+    await user.groups.aset([await Group.objects.aget(name="viewer")])
+    await socket.say({"type": "act", "action": "pause"})
+    assert (await socket.hear())["error"]["code"] == "forbidden"
+    await socket.leave()
+    assert await Job.objects.acount() == 0
 
 
 def test_an_outcome_names_what_happened():
