@@ -48,6 +48,8 @@ def _value(info: Any, chance: random.Random) -> Any:
                 _value(info.key_type, chance): _value(info.value_type, chance)
                 for _ in range(chance.randrange(3))
             }
+        case inspect.FrozenSetType():
+            return frozenset(_value(info.item_type, chance) for _ in range(chance.randrange(3)))
         case _:
             return _scalar(info, chance)
 
