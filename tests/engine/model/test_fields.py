@@ -22,6 +22,7 @@ from tests.engine.model.conftest import engine_config
 from tests.engine.model.driver import Driver, Job
 
 ATOL = 2e-4  # fp32; logits of the tiny models reach 10
+EMBEDDED_ATOL = 2e-3  # 30 layers, hidden states that reach 30
 BATCHES = 100  # for each of two backends
 EMBEDDED_BATCHES = 20
 
@@ -147,12 +148,14 @@ def told_hidden(job: Job) -> bool:
     return bool(job.options.get("return_hidden_states"))
 
 
-def assert_same(mine: dict[str, list[Any]], truth: dict[str, list[Any]]) -> None:
+def assert_same(
+    mine: dict[str, list[Any]], truth: dict[str, list[Any]], atol: float = ATOL
+) -> None:
     for name, values in truth.items():
         if name in ("ids", "input_ids"):
             assert mine[name] == values, name
         elif not name.endswith("ids"):  # candidates may tie
-            np.testing.assert_allclose(mine[name], values, atol=ATOL, rtol=2e-5, err_msg=name)
+            np.testing.assert_allclose(mine[name], values, atol=atol, err_msg=name)
 
 
 def mixed_batch(runner: ModelRunner, source: random.Random, most: int) -> list[Job]:
@@ -189,8 +192,9 @@ def test_mixed_batches_of_the_embedded_model(embedded_model: Path) -> None:
     truth, source = plain_model(embedded_model), random.Random(0)
     for _ in range(EMBEDDED_BATCHES):
         for job in mixed_batch(runner, source, 3):
-            assert_same(fields(job), fields(alone(runner, job)))
-            assert_same(fields(job), expected(job, truth, runner.info.eos_token_ids))
+            assert_same(fields(job), fields(alone(runner, job)), EMBEDDED_ATOL)
+            wanted = expected(job, truth, runner.info.eos_token_ids)
+            assert_same(fields(job), wanted, EMBEDDED_ATOL)
 
 
 def test_only_the_request_that_asked_has_hidden_states(runner: ModelRunner) -> None:
