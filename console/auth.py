@@ -23,7 +23,7 @@ from django.core import signing
 from django.http import HttpRequest
 from django.utils import timezone
 
-from console.database import DatabaseAway, within
+from console.database import DatabaseAway, authenticating
 from console.models import ApiKey
 from console.secrets import persistent_secret
 from engine.errors import QuarterdeckError
@@ -36,7 +36,6 @@ SCOPE_PERMISSIONS = {
 TICKET_SALT, TICKET_AGE_S = "quarterdeck.ticket", 30
 RELAY_SALT, RELAY_AGE_S = "quarterdeck.relay", 30
 RELAY_HEADER = "x-quarterdeck-principal"
-AUTH_PATIENCE_S = 2.0  # a command in an emergency waits no longer for the database
 STALE_S, SEEN_SESSIONS = 900.0, 1000
 
 log = logging.getLogger(__name__)
@@ -156,7 +155,7 @@ async def session_principal(session_key: str) -> Principal:
     Nobody can be signed out or demoted while the database is away, so what was true stays true.
     """
     try:
-        principal = await within(AUTH_PATIENCE_S, principal_of_session, session_key)
+        principal = await authenticating(principal_of_session, session_key)
     except DatabaseAway:
         known = _seen_sessions.get(session_digest(session_key))
         if known is None or time.monotonic() - known[0] > STALE_S:
@@ -270,7 +269,7 @@ async def check_again(principal: Principal) -> Principal:
     While the database is away nobody's rights change, and the principal stays as it is.
     """
     try:
-        return await within(AUTH_PATIENCE_S, _again, principal)
+        return await authenticating(_again, principal)
     except DatabaseAway as error:
         log.warning("rights are not read again: %s", error.message)
         return principal

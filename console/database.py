@@ -13,14 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from django.db import InterfaceError, OperationalError, close_old_connections
+from django.db import InterfaceError, OperationalError, close_old_connections, connection
 
 from engine.errors import QuarterdeckError
 
 log = logging.getLogger(__name__)
 
 THREADS = 4
-PATIENCE_S = 25.0  # longer than SQLite's busy timeout
+AUTH_THREADS = 2  # for reads that decide who may act: never behind writers that wait for a lock
+AUTH_PATIENCE_S = 2.0  # a command in an emergency waits no longer
+PATIENCE_S = 20.0
+GRACE_S = 0.5  # for the answer of a database that gave up waiting by itself
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,28 +37,49 @@ class DatabaseAway(QuarterdeckError):
 
 
 _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="database")
+_auth_pool = ThreadPoolExecutor(AUTH_THREADS, thread_name_prefix="auth")
 
 
 async def in_database(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """``work(...)`` on a thread; raises ``DatabaseAway``."""
-    return await within(PATIENCE_S, work, *args, **kwargs)
+    return await _wait(_pool, PATIENCE_S, functools.partial(work, *args, **kwargs))
 
 
 async def within(timeout_s: float, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Like ``in_database``, but gives up after ``timeout_s``; the work may still happen then."""
-    call = functools.partial(_run, work, *args, **kwargs)
-    future = asyncio.get_running_loop().run_in_executor(_pool, call)
+    return await _wait(_pool, timeout_s, functools.partial(work, *args, **kwargs))
+
+
+async def authenticating(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """For reads that decide who may act."""
+    return await _wait(_auth_pool, AUTH_PATIENCE_S, functools.partial(work, *args, **kwargs))
+
+
+async def _wait(pool: ThreadPoolExecutor, timeout_s: float, work: Callable[[], T]) -> T:
+    call = functools.partial(_run, timeout_s, work)
+    future = asyncio.get_running_loop().run_in_executor(pool, call)
     try:
-        return await asyncio.wait_for(future, timeout_s)
+        return await asyncio.wait_for(future, timeout_s + GRACE_S)
     except TimeoutError:
         raise DatabaseAway(f"the database did not answer within {timeout_s:g} s") from None
 
 
-def _run(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def _run(timeout_s: float, work: Callable[[], T]) -> T:
     close_old_connections()
     try:
-        return work(*args, **kwargs)
+        _limit_waiting(timeout_s)
+        return work()
     except (OperationalError, InterfaceError) as error:
         raise DatabaseAway(f"the database is away: {error}", retry_after_s=2) from error
     finally:
         close_old_connections()
+
+
+def _limit_waiting(timeout_s: float) -> None:
+    """SQLite waits for a lock no longer than the caller does, so that its thread is free again.
+
+    The connection ends with this work. (PostgreSQL has ``lock_timeout`` in its own settings.)
+    """
+    if connection.vendor == "sqlite":
+        with connection.cursor() as cursor:
+            cursor.execute(f"PRAGMA busy_timeout = {int(1000 * timeout_s)}")

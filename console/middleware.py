@@ -24,6 +24,7 @@ from django.utils.deprecation import MiddlewareMixin
 from console import auth
 from console.access import Access, access_of
 from console.api.errors import error_response
+from console.database import DatabaseAway
 from console.services import keys
 from console.worker import this_worker
 from engine.errors import QuarterdeckError
@@ -125,7 +126,10 @@ class AccessMiddleware:
             return error_response(request, auth.Forbidden("this route declares no access"))
         if access.permission is None:
             return None
-        principal = await _principal_of(request)
+        try:
+            principal = await _principal_of(request)
+        except DatabaseAway as error:
+            return error_response(request, error)
         request.principal = principal  # type: ignore[attr-defined]
         if access.page and principal.kind == "anonymous":
             return redirect_to_login(request.get_full_path())

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FAILED_STARTS = 5
 FAILED_WITHIN_S = 60.0
+LONGEST_DELAY_S = 30.0
 STABLE_S = 30.0  # a child that lived so long starts again after 1 s, whatever came before
 TICK_S = 0.2
 READY_EVERY_S = 0.5
@@ -51,7 +52,8 @@ class GaveUp(Exception):
 class Spec:
     """How to start one child. ``client``: it holds an engine lease, its death is reported.
 
-    ``later``: nobody waits for it, so it leaves the cores to those that make the tree ready.
+    ``later``: nobody waits for it, so it leaves the cores to those that make the tree ready; and
+    what is served does not need it, so it is started again however often it ends.
     """
 
     name: str
@@ -84,18 +86,18 @@ class Child:
         log.info("started %s (pid %d)", self.spec.name, self.process.pid)
 
     def plan_restart(self, reason: str) -> None:
-        """1, 2, 4 ... s from now; raises ``GaveUp`` when it ended too often."""
+        """1, 2, 4 ... s from now; raises ``GaveUp`` when something vital ended too often."""
         now = time.monotonic()
         if now - self.started_at > STABLE_S:
             self.delay_s = 1.0
         self.failures = [at for at in self.failures if now - at < FAILED_WITHIN_S] + [now]
-        if len(self.failures) >= FAILED_STARTS:
+        if len(self.failures) >= FAILED_STARTS and not self.spec.later:
             raise GaveUp(
                 f"{self.spec.name} ended {FAILED_STARTS} times within {FAILED_WITHIN_S:.0f} s, "
                 f"last with {reason}; its own messages are above"
             )
         self.start_at = now + self.delay_s
-        self.delay_s *= 2
+        self.delay_s = min(2 * self.delay_s, LONGEST_DELAY_S)
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:

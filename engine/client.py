@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection
@@ -76,8 +77,8 @@ class SamplingDefaults:
     def of(model_path: Path) -> SamplingDefaults:
         path = model_path / "generation_config.json"
         given = msgspec.json.decode(path.read_bytes()) if path.exists() else {}
-        if not given.get("do_sample", False):
-            return SamplingDefaults()
+        if given.get("do_sample") is False:
+            return SamplingDefaults(temperature=0.0)
         names = ("temperature", "top_p", "top_k", "repetition_penalty")
         return SamplingDefaults(**{name: given[name] for name in names if given.get(name)})
 
@@ -252,6 +253,7 @@ class EngineClient:
         )
         client = cls(run_file, holder)
         client._keeper = asyncio.create_task(client._keep_joined(), name="engine-client")
+        client._keeper.add_done_callback(_end_with)
         if timeout_s is not None:
             try:
                 await asyncio.wait_for(client._joined.wait(), timeout_s)
@@ -317,7 +319,12 @@ class EngineClient:
             self._rejoin.clear()
             self._worker = await asyncio.to_thread(_tokenizer_worker, run)
             self._heard_at = time.monotonic()
-            self._connection = _Connection(self, run.config, generation)
+            try:
+                self._connection = _Connection(self, run.config, generation)
+            except OSError as error:  # the file is of an engine that was killed, its sockets gone
+                log.info("no engine behind %s: %s", self.run_file, error)
+                await asyncio.sleep(JOIN_RETRY_S)
+                continue
             await self._watch_heartbeat()
             self.counters["rejoins"] += 1
 
@@ -641,6 +648,13 @@ class EngineClient:
 
 def _call(identity: str, deadline_s: float, key: str | None, actor: str) -> m.Call:
     return m.Call(id=identity, deadline=time.time() + deadline_s, key=key, actor=actor)
+
+
+def _end_with(keeper: asyncio.Task[None]) -> None:
+    """A client that no longer joins is a zombie: our bug ends the process, its parent sees it."""
+    if not keeper.cancelled() and keeper.exception() is not None:
+        log.critical("the engine client's task failed", exc_info=keeper.exception())
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _tokenizer_worker(run: RunFile) -> TokenizerWorker:

@@ -69,7 +69,10 @@ def check_address(address: str) -> None:
 
 
 class PullSocket:
-    """Binds ``address`` and receives messages; bytes that are none are counted in ``malformed``."""
+    """Binds ``address`` and receives messages; bytes that are none are counted in ``malformed``.
+
+    Raises OSError when it cannot bind (the run directory is gone).
+    """
 
     def __init__(self, address: str, *, hwm: int = 20_000, codec: Codec = MESSAGES) -> None:
         check_address(address)
@@ -81,7 +84,11 @@ class PullSocket:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, hwm)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.bind(address)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OSError(error.errno, f"cannot bind {address}: {error}") from error
 
     def fileno(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))

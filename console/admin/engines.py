@@ -136,7 +136,7 @@ def ask_then_act(
         _act(model_admin, request, name, form, fixed or {})
         return None
     try:
-        seen: control.Preview | None = control.preview(
+        seen: control.Preview | None = async_to_sync(control.preview)(
             principal_of_request(request), name, {**form.given(), **(fixed or {})},
             base_url=f"{request.scheme}://{request.get_host()}",
         )  # fmt: skip

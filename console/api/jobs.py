@@ -27,7 +27,7 @@ SOON_S = 0.3  # a job that ends so quickly is shown as ended at once
 async def preview(request: ApiRequest, name: str) -> HttpResponse:
     """What an action would do now: ``{will, impact, curl, refusal}``."""
     given = read_json(request.body, dict[str, Any])
-    seen = control.preview(request.principal, name, given, base_url=base_url(request))
+    seen = await control.preview(request.principal, name, given, base_url=base_url(request))
     return json_answer(asdict(seen))
 
 

@@ -56,7 +56,9 @@ class JobsConsumer(SignedInSocket):
     async def command(self, frame: Preview | Act) -> None:
         match frame:
             case Preview():
-                seen = control.preview(self.principal, frame.action, frame.fields, base_url="")
+                seen = await control.preview(
+                    self.principal, frame.action, frame.fields, base_url=""
+                )
                 await self._answer("preview", frame.ref, asdict(seen))
             case Act():
                 doing = await control.start(

@@ -52,10 +52,12 @@ class Preview:
     refusal: str
 
 
-def preview(principal: Principal, name: str, given: Mapping[str, Any], *, base_url: str) -> Preview:
+async def preview(
+    principal: Principal, name: str, given: Mapping[str, Any], *, base_url: str
+) -> Preview:
     """What an action would do now; nothing is written or sent. Raises ``Forbidden``."""
     action = _permitted(principal, name).read(given)
-    load = current_load()
+    load = await sending.load_now()
     refusal = action.refusal(load)
     try:
         action = action.checked()
@@ -69,7 +71,7 @@ def preview(principal: Principal, name: str, given: Mapping[str, Any], *, base_u
     )
 
 
-def current_load() -> Load:
+def recent_load() -> Load:
     """Out of the newest snapshot, which is at most a second old."""
     client = this_worker().client
     return Load.of(client.snapshot if client is not None else None)
@@ -145,7 +147,7 @@ async def start(
     action = await _complete(kind.read(given).identified(engine_key).checked())
     job = jobs.new_job(
         principal, action, key=engine_key, via=via, reason=reason,
-        before=current_load().as_json(),
+        before=recent_load().as_json(),
     )  # fmt: skip
     if not isinstance(action, FileAction):
         jobs.claim(job)

@@ -6,6 +6,7 @@ Path: effects.py writes rows here as jobs begin and end; api/recordings.py reads
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from console.models import Dump, Job
 from console.services import recordings
 from console.services.recording_actions import DumpTensors
 from engine.errors import DeadlineExceeded, NotFound, QuarterdeckError
+from engine.process_guard import PARENT_PID
 
 State = Dump.State
 RECORDS = re.compile(r"-(dp\d+-tp\d+)\.records\.json")
@@ -185,7 +187,9 @@ async def _program(module: str, *arguments: str, good: tuple[int, ...] = (0,)) -
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "console.guarded", "--memory", str(PROGRAM_BYTES), module,
         sys.executable, "-m", module, *arguments,
-        cwd=settings.BASE_DIR, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        cwd=settings.BASE_DIR, env={**os.environ, PARENT_PID: str(os.getpid())},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         out, said = await asyncio.wait_for(process.communicate(), PROGRAM_S)
@@ -195,12 +199,8 @@ async def _program(module: str, *arguments: str, good: tuple[int, ...] = (0,)) -
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode not in good:
-        sentence = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise (
-            NotFound(sentence[0])
-            if sentence[0].startswith("no view")
-            else QuarterdeckError(sentence[0])
-        )
+    if process.returncode not in good or not out:
+        sentence = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise NotFound(sentence) if sentence.startswith("no view") else QuarterdeckError(sentence)
     decoded: dict[str, Any] = msgspec.json.decode(out)
     return decoded

@@ -7,13 +7,13 @@ import datetime
 import logging
 import secrets
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from django.db import transaction
 from django.utils import timezone
 
 from console import auth, events
-from console.database import DatabaseAway, in_database, within
+from console.database import DatabaseAway, authenticating, in_database
 from console.models import ApiKey
 from engine.errors import BadRequest
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 KEY_PREFIX = "qd-"
 CACHE_S = 1.0  # how long a revoked key may still work; one look-up per key, worker and second
 CACHE_KEYS = 1000
-WATCH_S = 30.0  # resolution of ``last_used_at``, age of what is known without the database
+WATCH_S = 10.0  # resolution of ``last_used_at``, age of what is known without the database
 
 INVALID = replace(auth.ANONYMOUS, refusal="the API key is unknown, expired or revoked")
 
@@ -77,67 +77,85 @@ def revoke_key(*, key_id: int, principal: auth.Principal) -> bool:
 
 # ---------------------------------------------------------------- authentication
 
-_known: dict[str, tuple[float, auth.Principal]] = {}
-_all: dict[str, tuple[ApiKey, auth.Principal]] = {}  # every usable key, as last read
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a key was when it was read, at ``at`` of the monotonic clock."""
+
+    at: float
+    principal: auth.Principal
+    expires_at: datetime.datetime | None = None
+
+    def now(self) -> auth.Principal:
+        expired = self.expires_at is not None and self.expires_at <= timezone.now()
+        return INVALID if expired else self.principal
+
+
+_known: dict[str, Known] = {}  # by digest
 
 
 async def authenticate(token: str) -> auth.Principal:
     """The principal of a key; an anonymous one that says why when the key is no good.
 
-    While the database is away no key is made or revoked, so what ``watch`` read stays true.
+    While the database is away no key is made or revoked, so what was read last stays true.
     """
     digest = ApiKey.digest_of(token)
     known = _known.get(digest)
-    if known is not None and time.monotonic() - known[0] < CACHE_S:
-        return known[1]
+    if known is not None and time.monotonic() - known.at < CACHE_S:
+        return known.now()
     try:
-        principal = await within(auth.AUTH_PATIENCE_S, _look_up, digest)
+        known = await authenticating(_look_up, digest)
     except DatabaseAway:
-        if digest not in _all:
+        if known is None:
             raise
-        key, principal = _all[digest]
-        principal = principal if key.state == "usable" else INVALID
+        return known.now()
     if len(_known) >= CACHE_KEYS:
         _known.clear()
-    _known[digest] = (time.monotonic(), principal)
-    return principal
+    _known[digest] = known
+    return known.principal
 
 
 def forget(key_id: int) -> None:
-    """Drops a key from the caches; what does not hear of it forgets within ``CACHE_S``."""
-    for digest, (_, principal) in list(_known.items()):
-        if principal.key_id == key_id:
+    """Drops a key from the cache; what does not hear of it forgets within ``CACHE_S``."""
+    for digest, known in list(_known.items()):
+        if known.principal.key_id == key_id:
             del _known[digest]
-    for digest, (key, _) in list(_all.items()):
-        if key.pk == key_id:
-            del _all[digest]
 
 
-def _look_up(digest: str) -> auth.Principal:
+def _look_up(digest: str) -> Known:
     key = ApiKey.objects.filter(digest=digest).usable(timezone.now()).first()
-    if key is None:
-        return INVALID
-    return auth.principal_of_key(key)
+    return _as_known(key) if key is not None else Known(time.monotonic(), INVALID)
+
+
+def _as_known(key: ApiKey) -> Known:
+    return Known(time.monotonic(), auth.principal_of_key(key), key.expires_at)
 
 
 async def watch() -> None:
     """Until cancelled: knows every usable key, and writes down which ones were used."""
+    used: set[int] = set()
     while True:
+        used |= {
+            known.principal.key_id
+            for known in _known.values()
+            if known.principal.key_id and time.monotonic() - known.at < WATCH_S
+        }
         try:
-            found = await in_database(_read_all)
-            _all.clear()
-            _all.update(found)
-            now = time.monotonic()
-            used = {p.key_id for at, p in _known.values() if p.key_id and now - at < WATCH_S}
+            found = await authenticating(_read_all)
+            _known.clear()
+            _known.update(found)
             await in_database(note_used, used)
+            used.clear()
         except DatabaseAway as error:
             log.warning("keys are not read: %s", error.message)
         await asyncio.sleep(WATCH_S)
 
 
-def _read_all() -> dict[str, tuple[ApiKey, auth.Principal]]:
+def _read_all() -> dict[str, Known]:
+    """As of a moment ago, so that the next request looks again."""
     usable = ApiKey.objects.usable(timezone.now())
-    return {key.digest: (key, auth.principal_of_key(key)) for key in usable}
+    old = time.monotonic() - WATCH_S
+    return {key.digest: replace(_as_known(key), at=old) for key in usable}
 
 
 def note_used(key_ids: set[int]) -> None:

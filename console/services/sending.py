@@ -108,7 +108,7 @@ async def end(job: Job, outcome: Outcome, *, patience_s: float) -> None:
     job.result = outcome.result | ({"err_type": outcome.err_type} if outcome.err_type else {})
     job.ranks = outcome.ranks
     job.progress = None
-    job.after = (await _load_now()).as_json()
+    job.after = (await load_now()).as_json()
     job.ended_at = timezone.now()
     job.note(f"{job.state}: {job.message}" if job.message else job.state)
     try:
@@ -155,7 +155,8 @@ def _lost(job: Job) -> Job:
     return job
 
 
-async def _load_now() -> Load:
+async def load_now() -> Load:
+    """A true read, or the newest snapshot while the router does not answer."""
     client = this_worker().client
     if client is None:
         return Load()

@@ -16,8 +16,11 @@ from console.http import PageRequest
 from console.middleware import content_security_policy
 from console.models import Dump, Profile
 
-# speedscope writes its style sheets as <style> elements; its scripts need no exception
-VIEWER_CSP = {**settings.SECURE_CSP, "style-src": ["'self'", "'unsafe-inline'"]}
+# speedscope writes its style sheets as <style> elements, and a reader of it is WebAssembly
+VIEWER_CSP = settings.SECURE_CSP | {
+    "style-src": ["'self'", "'unsafe-inline'"],
+    "script-src": ["'self'", "'wasm-unsafe-eval'"],
+}
 
 
 @require_GET

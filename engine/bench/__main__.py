@@ -104,7 +104,7 @@ class Bench:
             recipe.name,
             [str(python), str(driver), str(model), threads],
             self._work / f"{recipe.name}.log",
-            {"OMP_NUM_THREADS": threads, **recipe.runs_with},
+            {"OMP_NUM_THREADS": threads, **recipes.driver_environment(self._peers, recipe)},
         )
 
     def _model_for(self, recipe: Recipe) -> Path:

@@ -36,7 +36,7 @@ class Recipe:
     driver: str
     installs: tuple[tuple[str, ...], ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # of the build
-    runs_with: Mapping[str, str] = field(default_factory=dict)  # environment of the driver
+    runs_with: Mapping[str, str] = field(default_factory=dict)  # of the driver; {venv} is its venv
     reads_gguf: bool = False
     rest_of: str = ""  # a package whose requirements are installed afterwards, less VLLM_SKIPS
 
@@ -49,6 +49,8 @@ VLLM = Recipe(
     runs_with={
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less on few cores
+        # its manual asks for it; without, its bound threads share one core
+        "LD_PRELOAD": "{venv}/lib/libiomp5.so",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     },
@@ -94,6 +96,11 @@ def interpreter(peers: Path, recipe: Recipe) -> Path:
     if not (peers / f"{recipe.name}.made").exists():
         raise NotMade(f"not in {peers}; 'manage.py bench --make-peers' makes it")
     return peers / recipe.name / "bin" / "python"
+
+
+def driver_environment(peers: Path, recipe: Recipe) -> dict[str, str]:
+    venv = peers / recipe.name
+    return {name: value.format(venv=venv) for name, value in recipe.runs_with.items()}
 
 
 def make_peers(peers: Path) -> Iterator[str]:

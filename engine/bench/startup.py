@@ -29,11 +29,10 @@ async def startup_rows(
     ours: list[float] = []
     theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
     await _engine_start(config, work)
+    for peer in peers:  # once: vLLM compiles for a minute each time
+        await _peer_start(peer, theirs[peer.name], missing)
     for _ in range(rounds):
         ours.append(await _engine_start(config, work))
-        for peer in peers:
-            if peer.name not in missing:
-                await _peer_start(peer, theirs[peer.name], missing)
     engine = compare(
         "start, engine ready to answer",
         "s",

@@ -180,25 +180,8 @@ def take_frame(buffer: bytearray) -> tuple[int, bytes] | None:
 async def run(load: Load) -> Report:
     """Opens all sockets, starts all chats, looks at ``window_s`` of them, waits for every end."""
     window = Window(load.step_s)
-    loop = asyncio.get_running_loop()
-    opening = asyncio.Semaphore(OPENING)
-
-    async def start(name: str) -> Chat:
-        async with opening:
-            _, chat = await loop.create_connection(
-                lambda: Chat(name, load, window), load.host, load.port
-            )
-            await chat.opened
-        return chat
-
-    async def ask(chat: Chat) -> None:
-        async with opening:
-            chat.ask()
-            await chat.first_token
-
     async with asyncio.timeout(START_S):
-        chats = await asyncio.gather(*(start(f"bench-{i}") for i in range(load.sockets)))
-        await asyncio.gather(*map(ask, chats))
+        chats = await _start(load, window)
     if any(chat.ended.done() for chat in chats):
         raise TimeoutError("the first chats ended before the last ones had begun")
     seconds, cores = await _watch(window, chats, load.window_s)
@@ -215,6 +198,29 @@ async def run(load: Load) -> Report:
         lost=sum(chat.lost for chat in chats),
         generator_cores=cores,
     )
+
+
+async def _start(load: Load, window: Window) -> list[Chat]:
+    """Every chat, each with its first token; a few at a time, first all handshakes."""
+    loop = asyncio.get_running_loop()
+    turn = asyncio.Semaphore(OPENING)
+
+    async def connect(name: str) -> Chat:
+        async with turn:
+            _, chat = await loop.create_connection(
+                lambda: Chat(name, load, window), load.host, load.port
+            )
+            await chat.opened
+        return chat
+
+    async def ask(chat: Chat) -> None:
+        async with turn:
+            chat.ask()
+            await chat.first_token
+
+    chats = await asyncio.gather(*(connect(f"bench-{i}") for i in range(load.sockets)))
+    await asyncio.gather(*map(ask, chats))
+    return chats
 
 
 async def _watch(window: Window, chats: list[Chat], window_s: float) -> tuple[float, float]:

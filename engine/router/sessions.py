@@ -115,9 +115,20 @@ class Sessions:
         if wanted and wanted != session.checksum:
             text = f"the weights read as {session.checksum}, expected {wanted}"
             return refused(400, "checksum_mismatch", text)
-        serving = {self._front.ledger.epoch_of(dp) for dp in session.groups}
-        if session.missing and len(serving) > 1:
+        if session.missing:
+            return self._checked_base(session.groups)
+        return Outcome()
+
+    def _checked_base(self, groups: list[int]) -> Outcome:
+        """A part of a model lies over what serves: the same on every target, and the right one."""
+        ledger, state = self._front.ledger, self._front.state
+        serving = {ledger.epoch_of(dp) for dp in groups}
+        if len(serving) > 1:
             text = f"a part of a model cannot go to groups that serve epochs {sorted(serving)}"
+            return refused(409, "conflict", text)
+        astray = [dp for dp in groups if state.epoch_of(dp) != ledger.epoch_of(dp)]
+        if astray:
+            text = f"dp ranks {astray} do not have the weights that this is a part for"
             return refused(409, "conflict", text)
         return Outcome()
 

@@ -36,7 +36,7 @@ from engine.weights.update import Stager
 
 log = logging.getLogger(__name__)
 
-BACKGROUND_NICE = 10  # staging yields the CPU to the step thread
+BACKGROUND_NICE = 5  # staging yields the CPU to the step thread, three to one
 MAX_SLOW_DOWN_S = 5.0  # a longer sleep would look like a dead rank
 RELOAD = "reload"  # staging id of weights that come back after their memory was released
 Answer = dict[str, Any]

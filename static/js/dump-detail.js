@@ -3,7 +3,7 @@
 // GET /api/dumps/ID -> {dump: as in dumps.js, points: [{path, kind, rank, step, shape: [n], dtype, min, max, mean, std, l2,
 //   nan, inf, histogram: {low, high, counts: [n]} or null, hash, has_data, url}]}  in execution order
 // GET /api/dumps/compare?a&b -> {a, b: dumps, first: index or null, points: [{path, kind, rank, step, shape, max_abs,
-//   max_rel, cosine, equal, only_in: "" | "a" | "b"}]}
+//   max_rel, cosine, equal, diverges, note, only_in: "" | "a" | "b"}], label: sentence}
 
 import { get } from "./api.js";
 import { fill, fromTemplate, h } from "./dom.js";
@@ -46,12 +46,18 @@ function statisticsRow(point) {
   return row;
 }
 
+function verdictOf(point, index) {
+  if (point.only_in) return `only in ${point.only_in.toUpperCase()}`;
+  if (index === first) return "first to differ";
+  return point.equal ? "equal" : point.diverges ? "differs" : point.note || "within tolerance";
+}
+
 function differenceRow(point, index) {
   const row = fromTemplate("difference-row");
   row.classList.toggle("first-difference", index === first);
   fill(row, {
     path: point.path, kind: point.kind, rank: point.rank, step: point.step, shape: point.shape.join(" × "), abs: statistic(point.max_abs), rel: statistic(point.max_rel), cosine: statistic(point.cosine),
-    verdict: point.only_in ? `only in ${point.only_in.toUpperCase()}` : point.equal ? "equal" : index === first ? "first to differ" : "differs",
+    verdict: verdictOf(point, index),
   });
   return row;
 }
@@ -81,8 +87,8 @@ function say(found) {
     fill(page, { headline: `${found.dump.state}: ${found.dump.rids.join(", ")}`, detail: `${count(points.length)} tensors, ran as ${found.dump.form}` });
     return;
   }
-  const headline = first === null ? "The two dumps are equal" : `First differs at ${points[first].path}, ${points[first].kind}`;
-  fill(page, { headline, detail: first === null ? `${count(points.length)} tensors compared` : `rank ${points[first].rank}, step ${points[first].step}: max abs ${statistic(points[first].max_abs)}, cosine ${statistic(points[first].cosine)}` });
+  const headline = first !== null ? `First differs at ${points[first].path}, ${points[first].kind}` : points.length ? "The two dumps agree" : "The two dumps have nothing in common";
+  fill(page, { headline, detail: found.label });
 }
 
 async function load() {

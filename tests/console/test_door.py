@@ -380,7 +380,7 @@ async def test_a_message_that_is_delivered_twice_acts_once(engine, make_user, mo
 async def test_a_preview_counts_whom_it_touches_and_writes_nothing(engine, make_user, tmp_path):
     (tmp_path / "models" / "step-7").mkdir()
     who = await principal(make_user)
-    seen = control.preview(
+    seen = await control.preview(
         who, "reload_weights", {"source": "models/step-7"}, base_url="http://here"
     )
     assert seen.impact == (
@@ -388,20 +388,20 @@ async def test_a_preview_counts_whom_it_touches_and_writes_nothing(engine, make_
     )
     assert "/update_weights_from_disk" in seen.curl
     assert seen.refusal == ""
-    canary = control.preview(
+    canary = await control.preview(
         who, "reload_weights", {"source": "models/step-7", "target": "1", "in_flight": "abort"},
         base_url="",
     )  # fmt: skip
     assert canary.impact == "2 running requests: 2 on dp1; policy abort: they end now."
-    outside = control.preview(who, "reload_weights", {"source": "/etc"}, base_url="")
+    outside = await control.preview(who, "reload_weights", {"source": "/etc"}, base_url="")
     assert "not under a weights root" in outside.refusal
     assert await rows(Job) == []
 
 
-def test_a_preview_needs_the_right_to_act(make_user):
-    who = principal_of_user(make_user("viewer"))
+async def test_a_preview_needs_the_right_to_act(make_user):
+    who = await principal(make_user, "viewer")
     with pytest.raises(Forbidden):
-        control.preview(who, "pause", {}, base_url="")
+        await control.preview(who, "pause", {}, base_url="")
 
 
 def test_every_user_of_the_audit_sees_the_same_chain(make_user):

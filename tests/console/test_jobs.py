@@ -348,7 +348,7 @@ def test_a_wrong_number_in_a_list_query_is_named(sign_in):
 
 async def test_previews_over_http_need_the_right_and_say_what_would_happen(sign_in, make_user):
     who = await sync_to_async(make_user)("operator")
-    seen = control.preview(
+    seen = await control.preview(
         await sync_to_async(principal_of_user)(who), "drain_rank", {"dp": 1}, base_url=""
     )
     assert seen.will == ["dp1 takes no new requests; those that run there end normally."]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -231,6 +232,17 @@ def test_restarts_back_off_and_the_fifth_failure_in_a_minute_gives_up(monkeypatc
     child.process.wait()
     with pytest.raises(GaveUp, match="brief ended 5 times within 60 s, last with exit code 3"):
         child.plan_restart("exit code 3")
+
+
+def test_what_is_served_does_not_end_because_celery_cannot_start():
+    child = short_lived(1)
+    child.spec = replace(child.spec, later=True)
+    delays = []
+    for _ in range(7):
+        child.started_at = time.monotonic()
+        child.plan_restart("exit code 1")
+        delays.append(round(child.start_at - time.monotonic()))
+    assert delays == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_child_that_ran_for_long_starts_again_without_delay_growth():

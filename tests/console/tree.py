@@ -17,6 +17,7 @@ import psutil
 from websockets.sync.client import ClientConnection, connect
 from websockets.typing import Origin
 
+from engine.model.native_build import load_library
 from tests.engine.model.tiny import make_scripted_dir
 from tests.native import share_native
 
@@ -186,6 +187,20 @@ def running_tree(home: Path, *, wait: bool = True, **changes: str) -> Iterator[T
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def real_model(home: Path, *, family: str = "llama") -> dict[str, str]:
+    """Changes of the environment for a tree that serves a tiny random model on the native
+    backend."""
+    from tests.engine.model.conftest import HOME
+    from tests.engine.model.tiny import make_model
+
+    load_library(HOME)  # built once per machine
+    (home / "native").symlink_to(HOME / "native")
+    model = make_model(home / "models" / family, family)
+    return {"QUARTERDECK_BACKEND": "native", "QUARTERDECK_MODEL": str(model),
+            "QUARTERDECK_THREADS": "1", "QUARTERDECK_DTYPE": "fp32",
+            "QUARTERDECK_KV_TOKENS": "8192"}  # fmt: skip
 
 
 def eventually(condition: Callable[[], object], timeout_s: float, what: object = "") -> float:

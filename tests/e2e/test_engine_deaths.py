@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine.client import EngineClient
 from engine.errors import QuarterdeckError
-from engine.launch import report_client_death
+from engine.launch import engine_process, report_client_death
+from engine.runfile import read_run_file, run_file_path
 from tests.e2e.engines import answer, ask, eventually, running_engine, scripted_config
 
 pytestmark = pytest.mark.e2e
@@ -131,6 +134,24 @@ async def test_nothing_is_left_after_the_launcher_is_killed(tmp_path):
         os.kill(tree.launcher.pid, signal.SIGKILL)
         gone, alive = psutil.wait_procs(children, timeout=3)
         assert not alive
+
+
+async def test_a_client_survives_the_run_file_of_a_killed_engine(tmp_path):
+    """The file still says ``up``; its run directory is gone. The client joins the next engine."""
+    config = scripted_config(tmp_path)
+    async with running_engine(config) as tree:
+        children = tree.launcher.children(recursive=True)
+        run_dir = read_run_file(run_file_path(tmp_path)).config.run_dir
+        os.kill(tree.launcher.pid, signal.SIGKILL)
+        psutil.wait_procs(children, timeout=3)
+    shutil.rmtree(run_dir, ignore_errors=True)  # another start may have swept it
+    client = await EngineClient.connect(run_file_path(tmp_path), kind="web", worker_id="1")
+    await asyncio.sleep(0.6)
+    assert not client.joined
+    with engine_process(config):
+        await eventually(lambda: client.joined, 20)
+        await eventually(lambda: serves(client), 20)
+        await client.close()
 
 
 async def test_a_client_that_dies_gives_its_slots_back(tmp_path):

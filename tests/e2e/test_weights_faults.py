@@ -117,7 +117,9 @@ async def test_whatever_dies_after_an_update_the_updated_weights_serve(tmp_path)
     config = weighted_config(tmp_path, dp=2, tp=2)
     async with running_engine(config) as tree:
         client = tree.clients[0]
-        await Swaps(tree).swap(1, checkpoint(config, 1), weight_version="v1", token_step=4)
+        source = checkpoint(config, 1)
+        await Swaps(tree).swap(1, source, weight_version="v1", token_step=4, spool=True)
+        os.unlink(source)  # as trainers do
         for title in ("detokenizer 0", "rank dp1 tp1", "router"):
             tree.kill(title)
             await asyncio.sleep(0.3)
@@ -139,6 +141,8 @@ async def test_an_engine_whose_weights_are_gone_says_which_epoch_it_serves(tmp_p
     gone = "weights of epoch 3 are gone, serving epoch 2"
     async with running_engine(config, state="degraded") as tree:
         client = tree.clients[0]
+        await eventually(lambda: len(client.snapshot.ranks) == 2 and all(
+            rank.state == "running" for rank in client.snapshot.ranks), 30)  # fmt: skip
         assert await says(client, state="degraded", epoch=2, reason=gone)
         row = await answer(client, ask("x", sampling={"max_new_tokens": 8}))
         assert not disagreements(row.output_ids, row.epochs, {2: 1})

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine import messages as m
-from engine.client import GenerateReqInput
+from engine.client import EngineClient, GenerateReqInput
 from engine.config import EngineConfig, Limits
 from engine.model.runner import make_runner
 from engine.provenance import label_runs
@@ -69,7 +69,7 @@ def fresh_start(
     torch.set_num_threads(1)
     start = EngineConfig(
         home=config.home, model_path=str(checkpoint), backend=config.backend, dtype="fp32",
-        limits=config.limits, threads=1,
+        weights=config.weights, limits=config.limits, threads=1,
     )  # fmt: skip
     runner = make_runner(start, dp=0, tp=0, group=None)
     return Driver(runner).generate([prompt], greedy(tokens))[0]
@@ -111,11 +111,13 @@ async def test_swaps_of_real_weights_under_load_prove_every_token(
             assert policy == "finish" or swaps.several
 
 
-@pytest.mark.parametrize("backend", ["hf", "native"])
+@pytest.mark.parametrize(
+    ("backend", "weights"), [("hf", "plain"), ("native", "plain"), ("native", "int4")]
+)
 async def test_after_an_update_answers_are_those_of_a_fresh_start_and_kv_is_told(
-    tmp_path, checkpoints, backend
+    tmp_path, checkpoints, backend, weights
 ):
-    config = model_config(tmp_path, checkpoints[0], backend=backend)
+    config = model_config(tmp_path, checkpoints[0], backend=backend, weights=weights)
     prompt = [(7 * i) % 300 for i in range(60)]
     expected = [fresh_start(config, checkpoint, prompt, 24) for checkpoint in checkpoints]
     assert expected[0] != expected[1]
@@ -143,6 +145,22 @@ async def test_after_an_update_answers_are_those_of_a_fresh_start_and_kv_is_told
         assert again.provenance.cached_tokens == 0  # nothing crosses namespaces
         told = label_runs(isolated.epochs, await client.labels([1, 2]), isolated.kv_epochs)
         assert told.token_steps == [9] * 24 and told.kv_token_steps == [(9, 0, 83)]
+        await memory_goes_and_comes_back(client, prompt, expected[1])
+
+
+async def memory_goes_and_comes_back(
+    client: EngineClient, prompt: list[int], expected: list[int]
+) -> None:
+    """C22: asleep while paused; awake it says the same."""
+    for kind in (
+        m.PauseGenerationReqInput,
+        m.ReleaseMemoryOccupationReqInput,
+        m.ResumeMemoryOccupationReqInput,
+        m.ContinueGenerationReqInput,
+    ):
+        reply = await client.call(kind, deadline_s=30.0)
+        assert reply.success, (kind, reply.message)
+    assert (await answer(client, ask_ids(prompt))).output_ids == expected
 
 
 async def test_a_request_that_shares_old_keys_names_exactly_the_blocks_it_took(

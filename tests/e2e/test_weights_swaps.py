@@ -143,6 +143,35 @@ async def test_an_update_that_meets_a_long_request_waits_then_says_no(tmp_path):
         await long
 
 
+async def test_an_update_that_nobody_waits_for_is_known_by_its_job(tmp_path):
+    async with running_engine(weighted_config(tmp_path)) as tree:
+        client = tree.clients[0]
+        reply = await client.call(
+            DISK, deadline_s=30.0, model_path=checkpoint(tree.config, 1), is_async=True
+        )
+        assert reply.success and reply.result["job"]
+
+        async def has_ended() -> bool:
+            told = await client.outcome_of(reply.result["job"], deadline_s=5.0)
+            return told.result["state"] == "ended" and told.result["result"]["epoch"] == 2
+
+        await eventually(has_ended, 10)
+        assert (await client.fleet()).engine.epoch == 2
+
+
+async def test_a_pause_that_everybody_forgot_ends_by_itself(tmp_path):
+    async with running_engine(weighted_config(tmp_path, pause_lease_s=1.0)) as tree:
+        client = tree.clients[0]
+        await client.call(m.PauseGenerationReqInput, deadline_s=5.0)
+        await client.call(m.ReleaseMemoryOccupationReqInput, deadline_s=5.0)
+        held = asyncio.create_task(answer(client, ask("x [[eos 3]]")))
+        row = await asyncio.wait_for(held, 10)
+        assert row.finish.type == "stop"
+        snapshot = await client.fleet()
+        assert snapshot.engine.state == "running"
+        assert [notice.kind for notice in snapshot.notices] == ["pause_lease_expired"]
+
+
 async def test_a_new_label_disturbs_nobody(tmp_path):
     """E23."""
     async with running_engine(weighted_config(tmp_path, scripted_step_s=0.01)) as tree:

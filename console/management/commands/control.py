@@ -44,10 +44,7 @@ class Command(BaseCommand):
             link.close()
 
     def _preview(self, link: Link, action: str, fields: dict[str, Any]) -> None:
-        async def look() -> control.Preview:
-            return control.preview(principal_of_shell(), action, fields, base_url="")
-
-        seen = link.run(look())
+        seen = link.run(control.preview(principal_of_shell(), action, fields, base_url=""))
         self.stdout.write("\n".join([*seen.will, seen.impact, seen.refusal]).rstrip())
 
     def _act(self, link: Link, fields: dict[str, Any], options: dict[str, Any]) -> None:

@@ -222,6 +222,18 @@ def test_one_group_that_cannot_load_its_weights_stays_out_and_says_why(rig):
     assert rig.state.name == "running"
 
 
+def test_a_part_of_a_model_does_not_go_over_weights_that_are_not_the_right_ones(rig):
+    rig.call(DISK, model_path=rig.checkpoint(1))
+    corrupt(rig.checkpoint(1))
+    rig.kill_group(1)
+    rig.start_group(1)
+    session = rig.call(BEGIN).result["session_id"]
+    rig.call(TENSOR, path=rig.bucket(2, "even.tokens"), session_id=session)
+    outcome = rig.call(END, session_id=session)
+    assert outcome.status_code == 409 and "dp ranks [1]" in outcome.message
+    assert rig.session is None and rig.epochs() == {2, 0}
+
+
 def test_a_pause_is_kept_over_a_restart_in_the_middle_of_an_update(rig):
     rig.call(PauseGenerationReqInput)
     rig.call(TENSOR, path=rig.bucket(1, "even.tokens"), flush_cache=False)
