@@ -62,8 +62,6 @@ class CpuDecoder:
         self._group = group
         self._cache, self._tables = cache, tables  # C++ reads and writes their storages
         self._dtype = dtype
-        for pool in (*cache.keys, *cache.values):
-            self._library.use_huge_pages(pool)
         self.weight_form = weight_form
         self.targets: list[Target] = []
         model = self._model(self._layers())
