@@ -23,7 +23,7 @@ from engine.model.layout import Shard, layout
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
 from engine.model.native_instrument import NativeInstrument
-from engine.model.native_ops import CpuDecoder
+from engine.model.native_ops import CpuDecoder, covers
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
 from engine.model.tapped_decoder import TappedDecoder, decoder_points
@@ -198,7 +198,7 @@ def _make_decoder(
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
-    wants_library = config.device == "cpu" and config.backend != "eager"
+    wants_library = config.device == "cpu" and config.backend != "eager" and covers(spec)
     library = load_library(Path(config.home)) if wants_library else None
     if library is not None:
         forms = ["int4", "plain"] if config.weights == "auto" else [config.weights]

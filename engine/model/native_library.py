@@ -19,6 +19,7 @@ from engine.model.weights import overwrite
 
 FLOAT32, BFLOAT16, INT4, INT8 = range(4)
 PANEL = 16  # rows of a packed panel
+MOST_HEAD_DIM = 256
 CACHE_LINE = 64
 AREA_BYTES = 64 << 20
 

@@ -33,6 +33,11 @@ _NORMS = (
 )
 
 
+def covers(spec: DecoderSpec) -> bool:
+    """Whether the heads fill whole registers, and the workspace of csrc/attention_chunk.hpp."""
+    return spec.head_dim % lib.PANEL == 0 and spec.head_dim <= lib.MOST_HEAD_DIM
+
+
 class CpuDecoder:
     """One rank's decoder in C++; see ``native.Decoder``."""
 
