@@ -33,7 +33,7 @@ def load_library(home: Path, *defines: str) -> ctypes.CDLL | None:
         try:
             return ctypes.CDLL(str(_build(home / "native", [f"-D{name}" for name in defines])))
         except subprocess.CalledProcessError as error:
-            reason = f"the compiler failed: {error.stderr.strip().splitlines()[-1]}"
+            reason = f"the compiler failed: {(error.stderr.strip() or str(error)).splitlines()[-1]}"
     _log.warning("no C++ operators (%s): the eager decoder runs instead", reason)
     return None
 
