@@ -179,6 +179,7 @@ class CommitWeights(RankOp, frozen=True):
     epoch: int
     retract: bool = False
     flush: bool = False
+    empty_cache: bool = False  # then give memory that the allocator keeps back to the device
 
 
 class DropWeights(RankOp, frozen=True):

@@ -53,7 +53,7 @@ class Codec:
             raise Malformed(f"version byte {frame[:1]!r}, expected {VERSION}")
         try:
             return self._decoder.decode(memoryview(frame)[1:])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
             raise Malformed(str(error)) from error
 
 

@@ -21,8 +21,10 @@ from console.services.actions import Action, Label, Seconds
 from console.services.file_actions import FileAction
 from console.services.load import Load
 from engine import messages as m
-from engine.dumps import points
-from engine.profiling import spec as profiles
+from engine.dumps.points import DumpSpec
+from engine.dumps.points import parse_spec as parse_dump
+from engine.profiling.spec import CaptureSpec
+from engine.profiling.spec import parse_spec as parse_profile
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
 ID_STEM = re.compile(r"[^0-9a-zA-Z]")
@@ -101,8 +103,8 @@ class Profile(Record, frozen=True, kw_only=True):
     def title(self) -> str:
         return f"Profile {self.recording_id}".strip()
 
-    def spec(self) -> profiles.CaptureSpec:
-        return profiles.parse_spec(self._placed())
+    def spec(self) -> CaptureSpec:
+        return parse_profile(self._placed())
 
     def will(self) -> list[str]:
         spec = self.spec()
@@ -162,11 +164,11 @@ class DumpTensors(Record, frozen=True, kw_only=True):
     def title(self) -> str:
         return f"Dump {self.recording_id}".strip()
 
-    def spec(self) -> points.DumpSpec:
+    def spec(self) -> DumpSpec:
         raw = self._placed()
         for name in ("modules", "ranks", "rids"):
             raw[name] = _words(raw.get(name))
-        return points.parse_spec({name: value for name, value in raw.items() if value})
+        return parse_dump({name: value for name, value in raw.items() if value})
 
     def will(self) -> list[str]:
         spec = self.spec()

@@ -15,7 +15,6 @@ from console.services.recording_actions import Record
 from engine.errors import BadRequest, Conflict, NotFound
 
 Row = TypeVar("Row", Profile, Dump)
-NOT_WRITTEN = frozenset({Job.State.REFUSED})
 
 
 def begun(kind: type[Row], action: Record, job: Job, **more: Any) -> Row:

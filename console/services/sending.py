@@ -159,7 +159,7 @@ async def load_now() -> Load:
     """A true read, or the newest snapshot while the router does not answer."""
     client = this_worker().client
     if client is None:
-        return Load()
+        return Load.of(None)
     try:
         return Load.of(await client.fleet())
     except (EngineUnreachable, DeadlineExceeded):

@@ -6,6 +6,7 @@ Path: __main__.py -> here -> engine.messages, engine.wire; peers/sglang_fanout.p
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from engine import messages as m
@@ -87,9 +88,9 @@ def _once(repeats: int) -> dict[str, float]:
 def _rows() -> list[m.StrRow]:
     """What the detokenizer sends in one decode step."""
     return [
-        m.StrRow(
-            rid=f"{index:032x}",
-            http_worker_ipc=_inbox(index),
+        m.row_for(
+            SimpleNamespace(rid=f"{index:032x}", http_worker_ipc=_inbox(index)),
+            m.StrRow,
             output_ids=[1_000 + index],
             epochs=[(1, 7)],
             text=" word",

@@ -51,6 +51,10 @@ class ModelRunner(Protocol):
         """Takes released memory again; its content is zeros."""
         ...
 
+    def trim(self) -> None:
+        """Gives memory that nobody uses and the allocator keeps back to the device."""
+        ...
+
     def close(self) -> None:
         """Frees what the process would otherwise hold."""
         ...

@@ -95,6 +95,9 @@ class ScriptedRunner:
     def restore(self, tag: str) -> None:
         """As it was."""
 
+    def trim(self) -> None:
+        """Nothing is kept."""
+
     def close(self) -> None:
         """Nothing is held beyond the process."""
 

@@ -87,6 +87,7 @@ class Commits:
             epoch=record.epoch,
             retract=policy == "retract",
             flush=terms.flush_cache is not False,
+            empty_cache=terms.torch_empty_cache,
         )
         session.busy = True
         answers = yield FanOut(op, session.groups, front.now() + COMMIT_TIMEOUT_S)

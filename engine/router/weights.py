@@ -16,7 +16,7 @@ from engine.messages import RankAnswer, WeightSource, WeightUpdate
 
 KEEP_RECORDS = 2_000
 SAID = ("token_step", "weight_version", "in_flight", "flush_cache", "checksum")
-FLAGS = ("abort_all_requests", "keep_pause", "dry_run")
+FLAGS = ("abort_all_requests", "keep_pause", "dry_run", "torch_empty_cache")
 
 
 class EpochRecord(msgspec.Struct, kw_only=True, frozen=True):

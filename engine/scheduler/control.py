@@ -209,7 +209,12 @@ class RankControl:
             self._refuse_for_group(call.call_id, refusal)
         elif isinstance(op, m.CommitWeights):
             self._commands.append(
-                SwitchWeights(call_id=call.call_id, staging_id=op.staging_id, epoch=op.epoch)
+                SwitchWeights(
+                    call_id=call.call_id,
+                    staging_id=op.staging_id,
+                    epoch=op.epoch,
+                    empty_cache=op.empty_cache,
+                )
             )
         elif isinstance(op, m.StartProfile | m.ArmDump | m.StopRecording):
             self._commands.append(InBand(call_id=call.call_id, op=op))
@@ -315,6 +320,8 @@ class RankControl:
         if self._stager.commit(command.staging_id):
             self._memory.loaded()
         self._runner.epoch = command.epoch
+        if command.empty_cache:
+            self._runner.trim()
         seconds = round(time.perf_counter() - began, 4)
         self._report()  # before the answer: whoever has that sees the new epoch everywhere
         self._answer(command.call_id, result={"epoch": command.epoch, "seconds": seconds})

@@ -65,6 +65,7 @@ class SwitchWeights(Command):
     call_id: str
     staging_id: str
     epoch: int
+    empty_cache: bool = False
 
 
 class InBand(Command):

@@ -20,7 +20,15 @@ from django.utils import timezone
 from console.asgi import application
 from console.auth import SYSTEM, principal_of_user
 from console.models import AuditEntry, Checkpoint, Job
-from console.services import catalogue, checkpoints, control, file_jobs, jobs, reconcile
+from console.services import (
+    catalogue,
+    checkpoints,
+    control,
+    effects,
+    file_jobs,
+    jobs,
+    reconcile,
+)
 from console.services.file_actions import FileAction, RegisterCheckpoint
 from console.services.sending import Outcome
 from engine.errors import Conflict
@@ -200,7 +208,7 @@ async def test_a_queued_job_whose_hint_was_lost_is_sent_again(script, monkeypatc
     old = timezone.now() - datetime.timedelta(seconds=6)
     await Job.objects.filter(pk=job.pk).aupdate(changed_at=old)
     await reconcile.reconcile()
-    assert sent == [(jobs.RUN_TASK, job.pk)]
+    assert sent == [(effects.RUN_TASK, job.pk)]
 
 
 def test_a_terminated_runner_takes_its_program_along(script):

@@ -39,6 +39,8 @@ def _value(info: Any, chance: random.Random) -> Any:
         case inspect.ListType() | inspect.VarTupleType():
             values = [_value(info.item_type, chance) for _ in range(chance.randrange(4))]
             return values if isinstance(info, inspect.ListType) else tuple(values)
+        case inspect.FrozenSetType():
+            return frozenset(_value(info.item_type, chance) for _ in range(chance.randrange(4)))
         case inspect.TupleType():
             return tuple(_value(item, chance) for item in info.item_types)
         case inspect.DictType():

@@ -19,7 +19,7 @@ from tests.engine.model.conftest import EMBEDDED, HOME
 
 pytestmark = pytest.mark.model
 NEW_TOKENS = 12
-BACKENDS = ("native", "hf")
+BACKENDS = ("native", pytest.param("hf", marks=pytest.mark.soak))
 COUNTRIES = (
     "France Japan Brazil Kenya Norway Canada India Mexico Egypt Spain "
     "Poland Chile Ghana Turkey Nepal Cuba Peru Iran Italy Greece"

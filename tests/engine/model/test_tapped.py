@@ -64,7 +64,7 @@ def tensors_by_point(dump: Dump) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("backend", ["hf", "native", "eager"])
+@pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_a_dump_of_one_request_is_what_plain_transformers_computes(
     tiny_model: Callable[[str], Path], tmp_path: Path, family: str, backend: str

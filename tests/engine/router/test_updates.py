@@ -284,6 +284,16 @@ def test_a_disk_source_can_be_kept_for_when_its_writer_deletes_it(rig, tmp_path)
     assert checksum_of(rig.ledger.epochs[2].paths[0]) == checksum_of(path)
 
 
+def test_memory_of_the_staging_goes_back_to_the_device_when_asked(rig):
+    trimmed = []
+    for place, rank in rig.ranks.items():
+        rank.runner.trim = lambda place=place: trimmed.append(place)
+    rig.call(DISK, model_path=rig.checkpoint(1))
+    assert not trimmed
+    rig.call(DISK, model_path=rig.checkpoint(2), torch_empty_cache=True)
+    assert sorted(trimmed) == sorted(rig.ranks)
+
+
 def test_packing_twice_is_packing_once(rig):
     """E27."""
     for epoch in (2, 3):

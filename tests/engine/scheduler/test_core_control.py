@@ -68,7 +68,7 @@ def test_retracted_requests_recompute_their_kv_under_the_new_weights():
     rig.set_epoch(1)
     rig.drain()
     answer = rig.answer("0")
-    assert answer.epochs == [(1, 0)] * 2 + [(1, 1)] * 6
+    assert answer.epochs == [(2, 0), (6, 1)]
     assert answer.kv_epochs == [(13, 1)]
     assert all_undisturbed(rig)
 
@@ -78,7 +78,7 @@ def test_requests_that_go_on_in_place_keep_their_old_kv():
     rig.set_epoch(1)
     rig.drain()
     answer = rig.answer("0")
-    assert answer.epochs == [(1, 0)] * 2 + [(1, 1)] * 6
+    assert answer.epochs == [(2, 0), (6, 1)]
     assert answer.kv_epochs == [(7, 0), (6, 1)]
 
 
