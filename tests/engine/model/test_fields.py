@@ -24,7 +24,6 @@ from tests.engine.model.driver import Driver, Job
 ATOL = 2e-4  # fp32; logits of the tiny models reach 10
 EMBEDDED_ATOL = 2e-3  # 30 layers, hidden states that reach 30
 BATCHES = 100  # for each of two backends
-EMBEDDED_BATCHES = 20
 
 
 @pytest.fixture(scope="module", params=["hf", "native"])
@@ -187,10 +186,11 @@ def test_a_mixed_batch_gives_each_request_what_it_gets_alone(
 
 
 @pytest.mark.model
-def test_mixed_batches_of_the_embedded_model(embedded_model: Path) -> None:
+@pytest.mark.parametrize("batches", [4, pytest.param(20, marks=pytest.mark.soak)])
+def test_mixed_batches_of_the_embedded_model(embedded_model: Path, batches: int) -> None:
     runner = make_runner(engine_config(embedded_model), dp=0, tp=0, group=None)
     truth, source = plain_model(embedded_model), random.Random(0)
-    for _ in range(EMBEDDED_BATCHES):
+    for _ in range(batches):
         for job in mixed_batch(runner, source, 3):
             assert_same(fields(job), fields(alone(runner, job)), EMBEDDED_ATOL)
             wanted = expected(job, truth, runner.info.eos_token_ids)
