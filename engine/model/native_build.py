@@ -11,7 +11,6 @@ import ctypes
 import fcntl
 import hashlib
 import logging
-import os
 import shutil
 import subprocess
 import tempfile
@@ -34,7 +33,7 @@ def load_library(home: Path, *defines: str) -> ctypes.CDLL | None:
         try:
             return ctypes.CDLL(str(_build(home / "native", [f"-D{name}" for name in defines])))
         except subprocess.CalledProcessError as error:
-            reason = f"the compiler failed: {error.stderr.strip().splitlines()[-1:]}"
+            reason = f"the compiler failed: {(error.stderr.strip() or str(error)).splitlines()[-1]}"
     _log.warning("no C++ operators (%s): the eager decoder runs instead", reason)
     return None
 
@@ -58,7 +57,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+    return shutil.which("g++") or shutil.which("clang++")
 
 
 def _build(directory: Path, macros: list[str]) -> Path:

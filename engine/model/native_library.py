@@ -14,10 +14,12 @@ from typing import Any
 import torch
 
 from engine.model.layout import Source
+from engine.model.memory import untouched_zeros
 from engine.model.weights import overwrite
 
 FLOAT32, BFLOAT16, INT4, INT8 = range(4)
 PANEL = 16  # rows of a packed panel
+MOST_HEAD_DIM = 256
 CACHE_LINE = 64
 AREA_BYTES = 64 << 20
 
@@ -123,10 +125,6 @@ class Library:
     def panel_bytes(self, kind: int, columns: int) -> int:
         return int(self._library.qd_panel_bytes(kind, columns))
 
-    def use_huge_pages(self, tensor: torch.Tensor) -> None:
-        """A hint for memory that was not touched yet; fewer address look-ups in scattered reads."""
-        self.call("qd_use_huge_pages", tensor, c_int64(tensor.nbytes))
-
     def call(self, name: str, *arguments: Any) -> None:
         """Tensors and ``c_void_p`` are passed as pointers, ints as 32-bit numbers."""
         given = [c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -158,8 +156,7 @@ class Memory:
         width = self._library.panel_bytes(kind, columns)
         size = count * width
         if self._used + size > len(self._area):
-            self._area = torch.zeros(max(size, AREA_BYTES), dtype=torch.uint8)
-            self._library.use_huge_pages(self._area)
+            self._area = untouched_zeros((max(size, AREA_BYTES),), torch.uint8)
             self._used = 0
         taken = self._area[self._used : self._used + size]
         self._used += -(-size // CACHE_LINE) * CACHE_LINE

@@ -33,6 +33,11 @@ _NORMS = (
 )
 
 
+def covers(spec: DecoderSpec) -> bool:
+    """Whether the heads fill whole registers, and the workspace of csrc/attention_chunk.hpp."""
+    return spec.head_dim % lib.PANEL == 0 and spec.head_dim <= lib.MOST_HEAD_DIM
+
+
 class CpuDecoder:
     """One rank's decoder in C++; see ``native.Decoder``."""
 
@@ -62,8 +67,6 @@ class CpuDecoder:
         self._group = group
         self._cache, self._tables = cache, tables  # C++ reads and writes their storages
         self._dtype = dtype
-        for pool in (*cache.keys, *cache.values):
-            self._library.use_huge_pages(pool)
         self.weight_form = weight_form
         self.targets: list[Target] = []
         model = self._model(self._layers())

@@ -71,7 +71,7 @@ def make_runner(
         return ScriptedRunner(config, directory, tp=tp, epoch=epoch)
     from engine.model.torch_runner import TorchRunner
 
-    return TorchRunner(config, directory, tp=tp, group=group, epoch=epoch)
+    return TorchRunner(config, directory, dp=dp, tp=tp, group=group, epoch=epoch)
 
 
 def model_info(

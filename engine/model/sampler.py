@@ -18,7 +18,7 @@ C++ (csrc/sample.hpp), which a backend may offer as its own ``draw``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -90,12 +90,12 @@ class Sampler:
         if slot.penalised:
             _penalise(row, slot)
         if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), device=row.device)
-            row[ids] += torch.tensor(list(sampling.logit_bias.values()), device=row.device)
+            ids = known(sampling.logit_bias, row)
+            bias = [sampling.logit_bias[i] for i in ids]
+            row[ids] += torch.tensor(bias, device=row.device)
         if len(slot.output_ids) < sampling.min_new_tokens:
-            held_back = set(sampling.stop_token_ids)
-            held_back.update(() if sampling.ignore_eos else self._eos_token_ids)
-            row[torch.tensor(sorted(held_back), dtype=torch.int64, device=row.device)] = -torch.inf
+            held_back = () if sampling.ignore_eos else self._eos_token_ids
+            row[known((*sampling.stop_token_ids, *held_back), row)] = -torch.inf
 
 
 def _keeps_raw(slot: Slot) -> bool:
@@ -251,5 +251,11 @@ def best(values: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
 
 def chosen(values: torch.Tensor, token_ids: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """The given ids and their ``values`` [vocab], in the given order."""
-    found: list[float] = values[list(token_ids)].tolist()
-    return list(token_ids), found
+    ids = known(token_ids, values)
+    found: list[float] = values[ids].tolist()
+    return ids, found
+
+
+def known(token_ids: Iterable[int], values: torch.Tensor) -> list[int]:
+    """Those ids that ``values`` [vocab] has: a request may name any number."""
+    return [token_id for token_id in token_ids if 0 <= token_id < values.shape[-1]]

@@ -87,11 +87,14 @@ class TorchRunner:
         config: EngineConfig,
         directory: ModelDirectory,
         *,
+        dp: int,
         tp: int,
         group: Group | None,
         epoch: int,
     ) -> None:
         torch.set_num_threads(config.rank_threads)
+        if config.device == "cuda":
+            torch.cuda.set_device(dp * config.tp + tp)
         self._backend = _make_backend(config, directory, group)
         self.info = model_info(
             config,

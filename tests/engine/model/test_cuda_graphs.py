@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
+from engine.messages import SamplingParams
 from engine.model.cuda_graphs import DecodeGraphs, Replay, StaticInputs, bucket_of, buckets_up_to
 from engine.model.inputs import Batch
+from engine.model.runner import make_runner
+from tests.engine.model import tiny
+from tests.engine.model.conftest import engine_config
+from tests.engine.model.driver import Driver
 from tests.kernels.tiny_decoder import TinyDecoder, batch_of
 
 BLOCK = 4
@@ -115,3 +123,22 @@ def test_before_the_capture_every_step_is_eager():
     graphs = graphs_over(decoder, CallsAgain())
     assert graphs(decode(2)).shape[0] == 2
     assert (graphs.replayed, graphs.eager) == (0, 1)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_runner_whose_decode_steps_are_replayed_answers_as_without(
+    tiny_model: Callable[[str], Path], family: str
+):
+    """Rows join and leave, so buckets change and are padded."""
+    config = engine_config(tiny_model(family), backend="eager")
+    prompts = [[5], [9, 8, 7], list(range(20, 60)), list(range(100, 131))]
+    answers = []
+    for replays in (False, True):
+        runner = make_runner(config, dp=0, tp=0, group=None)
+        backend = runner._backend  # type: ignore[attr-defined]
+        if replays:
+            backend.replay_decode_steps(config, CallsAgain())
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=20)
+        answers.append(Driver(runner, chunk=16).generate(prompts, greedy))
+    assert answers[0] == answers[1]
+    assert backend.graphs.replayed >= 17

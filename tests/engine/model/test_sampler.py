@@ -213,6 +213,23 @@ def test_entropy_is_in_nats_and_survives_masked_tokens(sample: Sample) -> None:
     assert row.logprob is None
 
 
+def test_ids_outside_the_vocabulary_do_no_harm(sample: Sample) -> None:
+    strange = (-1, VOCABULARY, 10**9)
+    (row,) = sample(
+        some_logits(),
+        slot_of(
+            temperature=0.0,
+            stop_token_ids=strange,
+            min_new_tokens=3,
+            logit_bias=dict.fromkeys((*strange, 4), 1e3),
+            logprob=LogprobParams(token_ids=(*strange, 5), top_num=10**6),
+        ),
+    )
+    assert row.token_id == 4
+    assert row.token_logprobs is not None and row.token_logprobs[0] == [5]
+    assert row.top is not None and len(row.top[0]) == VOCABULARY
+
+
 def test_what_was_not_asked_for_is_absent(sample: Sample) -> None:
     logits = some_logits()
     plain, asked = sample(logits, slot_of(), slot_of(logprob=LogprobParams(), return_entropy=True))
