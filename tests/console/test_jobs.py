@@ -11,6 +11,7 @@ import threading
 import time
 from typing import ClassVar
 
+import msgspec
 import psutil
 import pytest
 from asgiref.sync import sync_to_async
@@ -244,6 +245,9 @@ def until(condition, timeout_s: float = 15) -> None:
 @pytest.fixture
 def home(tmp_path, settings):
     settings.QUARTERDECK_HOME = tmp_path
+    settings.QUARTERDECK_ENGINE = msgspec.structs.replace(
+        settings.QUARTERDECK_ENGINE, model_path=str(tmp_path / "models" / "served")
+    )
     (tmp_path / "models").mkdir()
     return tmp_path
 

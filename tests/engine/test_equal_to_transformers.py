@@ -122,6 +122,6 @@ def test_with_chunked_prefill(truth, backend, chunk):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_after_retraction(truth, backend):
     prompts, expected = zip(*truth, strict=True)
-    engine = make_engine(backend, kv_tokens=288, block_tokens=4)
+    engine = make_engine(backend, kv_tokens=160, block_tokens=4)
     assert engine.answers(list(prompts)) == list(expected)
     assert engine.core.load().retractions > 0
