@@ -28,7 +28,8 @@ class ChatParams(msgspec.Struct, frozen=True, kw_only=True):
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """``stream`` is the client's name for the answer.
 
-    ``parent``: continue behind this message; None: behind the newest. Answers that are asked for
+    ``parent``: continue behind this message; None: behind the newest; 0: a branch from the very
+    start. Answers that are asked for
     with one ``turn`` share one question and one conversation; ``compare`` marks them as shown side
     by side.
     """
@@ -36,7 +37,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     stream: StreamId
     text: str
     conversation: int | None = None
-    parent: int | None = None
+    parent: Annotated[int, msgspec.Meta(ge=0)] | None = None
     route: Annotated[str, msgspec.Meta(max_length=64)] = "auto"
     params: ChatParams = ChatParams()
     turn: Annotated[str, msgspec.Meta(max_length=64)] = ""

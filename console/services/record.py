@@ -21,6 +21,7 @@ from console.services.streams import Answer
 from engine.errors import NotFound
 
 TITLE_LENGTH = 60
+START = 0  # as a parent: before the first question
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ def branch_of(principal: Principal, question: Question) -> Branch:
         ).only("pk", "parent_id", "role", "text")
     }
     leaf_id = leaf_id if leaf_id is not None else max(messages, default=None)
+    if leaf_id == START and messages:
+        return Branch([], None)
     if leaf_id not in messages:
         raise NotFound(f"there is no conversation {conversation_id} with that message")
     path: list[Message] = []

@@ -77,8 +77,14 @@ def check_request(
         bound = "the model's context" if context <= kv_tokens else "a rank's KV pool"
         room = " and one new token do" if new else " does"
         raise BadRequest(f"the prompt of {prompt} tokens{room} not fit {bound} of {longest} tokens")
-    if not 0 <= min(request.input_ids) <= max(request.input_ids) < info.vocab_size:
-        raise BadRequest(f"the prompt has token ids outside 0 .. {info.vocab_size - 1}")
+    for name, ids in (
+        ("the prompt", request.input_ids),
+        ("stop_token_ids", request.sampling.stop_token_ids),
+        ("logit_bias", request.sampling.logit_bias),
+        ("token_ids_logprob", (request.logprob and request.logprob.token_ids) or ()),
+    ):
+        if ids and not 0 <= min(ids) <= max(ids) < info.vocab_size:
+            raise BadRequest(f"{name} has token ids outside 0 .. {info.vocab_size - 1}")
     start = -1 if request.logprob is None else request.logprob.start_len
     if start >= prompt:
         raise BadRequest(

@@ -30,17 +30,18 @@ export class MarkdownView {
 
   reset() {
     this.blocks = new MarkdownBlocks();
-    this.length = 0;
+    this.text = "";
     this.tailBox = document.createElement("div");
     this.tailBox.className = "tail";
     this.element.replaceChildren(this.tailBox);
   }
 
-  /** Shows `text`, which is what was shown before with more behind it. */
+  /** Shows `text`; cheap when it is what was shown before with more behind it. */
   show(text) {
-    if (text.length === this.length) return;
-    const { frozen, tail } = this.blocks.push(text.slice(this.length));
-    this.length = text.length;
+    if (text === this.text) return;
+    if (!text.startsWith(this.text)) this.reset();
+    const { frozen, tail } = this.blocks.push(text.slice(this.text.length));
+    this.text = text;
     if (frozen.length) this.tailBox.before(...nodesOf(frozen).childNodes);
     this.tailBox.replaceChildren(nodesOf(tail));
   }

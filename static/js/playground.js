@@ -13,6 +13,7 @@ import { Transcript } from "./transcript.js";
 
 const TITLE_LENGTH = 60;
 const TALLEST_INPUT_PX = 240;
+const START = 0; // as a parent: before the first question
 
 const page = document.getElementById("playground");
 const composer = document.getElementById("composer");
@@ -54,19 +55,17 @@ function send(text, routes, at) {
   return true;
 }
 
-/** Asks anew at the place of an earlier turn: a branch, except at the very start. */
+/** Asks anew at the place of an earlier turn: a branch beside it. */
 function sendAt(text, turn) {
   if (client.live().length) {
     say("One answer at a time: stop the running one first.");
     return;
   }
-  const isBranch = turn.place.parent !== null || turn.place.conversation === null;
-  const at = isBranch ? turn.place : place;
-  if (send(text, turn.answers.length > 1 ? turn.answers.map(({ route }) => route) : picker.routes(), at) && isBranch) {
-    const sent = transcript.turns.pop();
-    transcript.cutFrom(turn);
-    transcript.turns.push(sent);
-  }
+  const at = { conversation: place.conversation, parent: turn.place.parent ?? START };
+  if (!send(text, turn.answers.length > 1 ? turn.answers.map(({ route }) => route) : picker.routes(), at)) return;
+  const sent = transcript.turns.pop();
+  transcript.cutFrom(turn);
+  transcript.turns.push(sent);
 }
 
 function stopAll() {
@@ -177,6 +176,7 @@ async function refreshBranches() {
     const found = await get(`/api/conversations/${place.conversation}`);
     stored = found.messages;
     document.title = `${found.title} · Quarterdeck`;
+    transcript.fillLost(stored);
     transcript.setBranches(stored, place.parent);
   } catch (error) {
     say(error.message);

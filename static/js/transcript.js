@@ -93,6 +93,17 @@ export class Transcript {
     return false;
   }
 
+  /** Answers whose stream was gone become what the server stored of them. */
+  fillLost(messages) {
+    const known = new Map(messages.map((message) => [message.id, message]));
+    for (const answer of this.turns.flatMap(({ answers }) => answers)) {
+      const message = known.get(answer.message);
+      if (answer.phase !== "lost" || !message || message.state === "running") continue;
+      Object.assign(answer, storedAnswer(message), { conversation: answer.conversation });
+      this.changed(answer);
+    }
+  }
+
   changed(answer) {
     this.views.get(answer)?.changed();
   }

@@ -14,6 +14,7 @@ from playwright.sync_api import sync_playwright
 
 from tests.console.tree import PASSWORD, running_tree
 
+GRACE_S = "8"  # the default: a busy machine may take longer than the other tests' 2 s to reload
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync",
     "--disable-component-update", "--no-first-run", "--disable-quic",
@@ -44,7 +45,7 @@ def chromium():
 @pytest.fixture(scope="package")
 def served(tmp_path_factory, chromium):
     home = tmp_path_factory.mktemp("browser")
-    with running_tree(home, QUARTERDECK_SCRIPTED_STEP_S="0.02") as running:
+    with running_tree(home, QUARTERDECK_SCRIPTED_STEP_S="0.02", QUARTERDECK_RESUME_GRACE_S=GRACE_S) as running:
         yield running
 
 

@@ -114,6 +114,20 @@ def test_an_edited_question_starts_a_branch_behind_its_parent(operator):
     assert [turn["content"].strip() for turn in branch.turns] == ["one", "answer one"]
 
 
+def test_an_edited_first_question_starts_a_branch_of_the_same_conversation(operator, other):
+    first = ask(operator, "one")
+    finish(first, "answer one")
+    second = ask(operator, "edited", conversation=first.conversation_id, parent=0)
+    finish(second, "answer two")
+    content = conversations.read(operator, first.conversation_id)
+    roots = [m["text"] for m in content["messages"] if m["parent"] is None]
+    assert roots == ["one", "edited"]
+    question = Question(stream="t", text="x", conversation=first.conversation_id, parent=0)
+    assert record.branch_of(operator, question).turns == []
+    with pytest.raises(NotFound):
+        record.branch_of(other, question)
+
+
 def test_answers_side_by_side_share_one_question_and_one_conversation(operator):
     left = ask(operator, "compare", turn="t1", compare=True, route="worker:1", stream="a")
     right = ask(operator, "compare", turn="t1", compare=True, route="worker:2", stream="b")

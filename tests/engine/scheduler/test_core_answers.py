@@ -172,6 +172,13 @@ def test_an_answer_ends_with_length_when_it_fills_the_whole_kv_pool():
         ({"input_ids": []}, {}, "the prompt has no tokens"),
         ({"input_ids": [1, 50]}, {}, "the prompt has token ids outside 0 .. 49"),
         ({"input_ids": [-1]}, {}, "the prompt has token ids outside 0 .. 49"),
+        ({"stop_token_ids": (3, 50)}, {}, "stop_token_ids has token ids outside 0 .. 49"),
+        ({"logit_bias": {-2: 1.0}}, {}, "logit_bias has token ids outside 0 .. 49"),
+        (
+            {"logprob": LogprobParams(token_ids=(1, 99))},
+            {},
+            "token_ids_logprob has token ids outside 0 .. 49",
+        ),
         ({"max_new_tokens": -1}, {}, "max_new_tokens is -1, it must be at least 0"),
         (
             {"logprob": LogprobParams(start_len=3)},
