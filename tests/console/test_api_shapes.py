@@ -9,7 +9,7 @@ import struct
 import pytest
 from django.test import RequestFactory
 
-from console.api import meta, sse
+from console.api import meta, native, sse
 from console.api.errors import NotSupported, error_body
 from console.api.expand import expand
 from console.api.schemas import ChatCompletionBody, CompletionBody, GenerateBody, decode
@@ -187,6 +187,7 @@ def test_logprobs_are_triples_of_value_id_and_text():
 
 
 def test_an_abort_before_the_first_token_has_empty_lists_and_no_missing_key():
+    """E18, E39."""
     assert meta.output_logprobs([], None, None) == {"output_token_logprobs": []}
     aborted = Finish(type="abort", message="Abort before prefill")
     assert meta.finish_reason(aborted) == {
@@ -197,6 +198,18 @@ def test_an_abort_before_the_first_token_has_empty_lists_and_no_missing_key():
     }
 
 
+def test_a_delta_shows_its_own_row_and_costs_nothing_for_those_before():
+    """E39: ids and logprobs of a chunk are of equal length, over 5,000 of them."""
+    progress = native._Progress(cumulative=False)
+    for number in range(5000):
+        part = OutputLogprobs(values=[-1.0])
+        news = StrRow(rid="r", http_worker_ipc="w", output_ids=[number], output_logprobs=part)
+        shown = progress.take(news)
+        assert shown is news
+        assert len(shown.output_ids) == len(shown.output_logprobs.values) == 1
+        assert (progress.before, progress.total) == (number, number + 1)
+
+
 def test_a_stop_names_what_matched():
     assert meta.finish_reason(Finish(type="stop", matched=0)) == {"type": "stop", "matched": 0}
     assert meta.finish_reason(Finish(type="length")) == {"type": "length"}
@@ -204,12 +217,15 @@ def test_a_stop_names_what_matched():
 
 
 def test_hidden_states_are_one_list_per_position():
+    """E18: an answer that was aborted before any was made has none."""
     row = StrRow(
         rid="r",
         http_worker_ipc="w",
         hidden=Hidden(width=2, data=struct.pack("<4f", 1, 2, 3, 4)),
     )
     assert meta.hidden_states(row) == [[1.0, 2.0], [3.0, 4.0]]
+    row.hidden = Hidden(width=0, data=b"")
+    assert meta.hidden_states(row) == []
 
 
 def test_error_bodies_have_openais_family_on_its_routes_and_the_name_elsewhere():

@@ -88,6 +88,7 @@ async def test_get_does_the_same_with_a_key(path, engine, trainer):
 
 
 async def test_a_second_pause_is_harmless(trainer):
+    """E11."""
     for _ in range(2):
         assert (await trainer.post("/pause_generation", {"mode": "in_place"})).status_code == 200
     assert (await trainer.post("/continue_generation")).status_code == 200
@@ -212,6 +213,7 @@ async def test_values_are_a_list_or_every_ranks(trainer):
 
 
 async def test_relabelling_touches_no_request(engine, trainer):
+    """E23, C20."""
     answer = (await trainer.post("/update_weight_version", {"new_version": "v3"})).json()
     assert (answer["success"], answer["new_version"]) == (True, "v3")
     assert engine.ranks.calls == []

@@ -244,6 +244,7 @@ async def test_a_reload_makes_a_lineage_row(engine, make_user, tmp_path):
 async def test_weights_outside_the_roots_are_refused_whether_they_exist_or_not(
     engine, make_user, tmp_path
 ):
+    """C15."""
     who = await principal(make_user)
     (tmp_path / "models" / "link").symlink_to("/etc")
     for path in ("/etc", "models/../../etc", "/nowhere/at/all", "models/link", ""):
@@ -374,6 +375,7 @@ async def test_a_schedule_of_somebody_who_may_not_sign_in_does_nothing(engine, m
 
 
 async def test_a_queue_that_piled_up_acts_once(engine, make_user):
+    """C23: no flood after a stop."""
     await sync_to_async(make_user)("operator")
     given = {"action": "flush_cache", "as_user": "operator"}
     done = [await schedules.act(given, message_id=f"m{i}") for i in range(5)]
@@ -381,6 +383,7 @@ async def test_a_queue_that_piled_up_acts_once(engine, make_user):
 
 
 async def test_a_message_that_is_delivered_twice_acts_once(engine, make_user, monkeypatch):
+    """C23."""
     monkeypatch.setattr(schedules, "BURST_S", 0.0)
     await sync_to_async(make_user)("operator")
     given = {"action": "flush_cache", "as_user": "operator"}

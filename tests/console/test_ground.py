@@ -97,6 +97,7 @@ def test_a_secret_is_made_once_and_is_private(tmp_path):
 
 @pytest.mark.django_db
 def test_sqlite_took_the_options_that_were_meant_for_it():
+    """C8."""
     assert check_pragmas(None, databases=["default"]) == []
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA journal_mode")
@@ -105,6 +106,7 @@ def test_sqlite_took_the_options_that_were_meant_for_it():
 
 @pytest.mark.django_db
 def test_options_in_the_wrong_place_are_reported(monkeypatch):
+    """C8."""
     monkeypatch.setitem(connection.settings_dict, "OPTIONS", {})
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA busy_timeout = 5")
@@ -173,6 +175,7 @@ def test_the_project_passes_its_own_checks(settings):
 
 
 def test_an_in_memory_layer_with_two_workers_is_refused(settings):
+    """C2."""
     settings.QUARTERDECK_WORKERS = 2
     assert [error.id for error in check_layer(None)] == ["console.E002"]
     settings.QUARTERDECK_WORKERS = 1
@@ -180,6 +183,7 @@ def test_an_in_memory_layer_with_two_workers_is_refused(settings):
 
 
 def test_persistent_connections_are_refused(settings, monkeypatch):
+    """C7."""
     monkeypatch.setitem(settings.DATABASES["default"], "CONN_MAX_AGE", 60)
     assert [error.id for error in check_connections(None)] == ["console.E003"]
 

@@ -45,6 +45,7 @@ def end(job: Job, state: Job.State, **result) -> None:
 
 
 def test_a_profile_with_a_dead_rank_is_merged_by_a_job_of_its_own_and_called_partial():
+    """C10, C11: capturing, merging, partial; the missing rank is named."""
     action = ProfileAction(recording_id="p1", merge_profiles=True, num_steps=8)
     job = job_of(action)
     assert Profile.objects.get().state == "capturing"
@@ -78,11 +79,13 @@ def test_a_name_that_was_used_before_is_a_conflict():
 
 @pytest.mark.parametrize("output_dir", ["/etc", "../elsewhere", "a/../../b"])
 def test_files_go_nowhere_but_under_the_root(output_dir):
+    """C15."""
     with pytest.raises(BadRequest, match="is not under"):
         ProfileAction.read({"output_dir": output_dir}).checked()
 
 
 def test_sglang_spells_numbers_as_strings_and_needs_a_number_of_steps_by_stage():
+    """E47: and a start without bounds ends by itself."""
     assert ProfileAction.read({"num_steps": "8"}).spec().num_steps == 8
     with pytest.raises(BadRequest, match="num_steps"):
         ProfileAction.read({"profile_by_stage": True}).checked()
@@ -150,6 +153,7 @@ def test_deleting_one_of_two_in_a_folder_leaves_the_other(home):
     ],
 )
 async def test_a_trace_comes_in_ranges_and_in_chunks(home, asked, status, content_range):
+    """C10: each rank's file can be fetched in pieces."""
     content = bytes(range(250)) * 4000
     path = home / "trace.json.gz"
     path.write_bytes(content)

@@ -107,6 +107,7 @@ def test_several_streams_share_a_socket(tree):
 
 @pytest.mark.parametrize("route", ["worker:1", "worker:2"])
 def test_stop_ends_the_work_and_says_that_the_slot_is_free(tree, route):
+    """C1: also through a relay."""
     with tree.socket("/ws/chat/") as socket:
         stream = start(socket, route=route, params=LONG)
         hear(socket, count=5)
@@ -146,6 +147,7 @@ def test_nobody_resumes_the_stream_of_another_account(tree):
 
 
 def test_sockets_that_vanish_free_their_slots_within_the_grace(tree):
+    """C1: closed without a close frame, half of them relayed."""
     sockets = [tree.socket("/ws/chat/") for _ in range(32)]
     for at, socket in enumerate(sockets):
         start(socket, text=f"prompt {at}", route=f"worker:{1 + at % 2}", params=LONG)
@@ -203,6 +205,7 @@ def test_answers_side_by_side_on_two_workers_share_one_question(tree):
 
 
 def test_signing_out_closes_the_sockets_of_that_session_on_every_worker(tree):
+    """C1, C15."""
     with tree.browser() as browser, tree.browser() as bystander:
         sockets = [tree.socket("/ws/chat/", browser) for _ in range(8)]
         spared = tree.socket("/ws/chat/", bystander)

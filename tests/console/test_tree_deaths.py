@@ -208,6 +208,7 @@ def alive(process: psutil.Process) -> bool:
 
 @e2e
 def test_an_engine_that_cannot_start_ends_the_tree_with_the_reason(tmp_path):
+    """E7: a code that is not zero."""
     with running_tree(tmp_path, wait=False, QUARTERDECK_KV_TOKENS="17") as tree:
         assert tree.process.wait(60) == 1
         assert "kv_tokens" in tree.log
@@ -221,6 +222,7 @@ def short_lived(code: int) -> Child:
 
 
 def test_restarts_back_off_and_the_fifth_failure_in_a_minute_gives_up(monkeypatch):
+    """E5, E7: with a sentence that names the child."""
     child, delays = short_lived(3), []
     for _ in range(4):
         child.start()

@@ -68,6 +68,7 @@ async def start_client(home: str) -> asyncio.subprocess.Process:
 
 
 async def test_a_dead_rank_ends_its_own_requests_and_restarts(tmp_path):
+    """E7."""
     async with running_engine(scripted_config(tmp_path, dp=2, scripted_step_s=0.02)) as tree:
         client = tree.clients[0]
         doomed = await start_streams(client, 4, dp_rank=0)
@@ -89,6 +90,7 @@ async def test_a_dead_rank_ends_its_own_requests_and_restarts(tmp_path):
 
 
 async def test_a_request_that_kills_its_rank_twice_is_quarantined(tmp_path):
+    """E7: the scheduler raises; the client hears of it at once."""
     async with running_engine(scripted_config(tmp_path, dp=1)) as tree:
         client = tree.clients[0]
         poison = ask("[[fail 3]] poison")

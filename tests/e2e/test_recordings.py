@@ -166,6 +166,7 @@ async def a_full_disk_fails_the_dump_and_nothing_else(tree, directory):
 
 
 async def test_a_late_rank_is_merged_and_a_killed_one_is_named(config, home):
+    """E45, C10."""
     async with running_engine(config) as tree:
         directory = home / "late"
         async with load(tree.clients[0]):

@@ -54,6 +54,7 @@ async def state_is(client, state: str) -> bool:
 async def test_a_rank_killed_in_prepare_leaves_the_old_epoch_and_one_in_commit_the_new(
     tmp_path, title
 ):
+    """C13."""
     async with running_engine(weighted_config(tmp_path, dp=2, tp=2)) as tree:
         client, config = tree.clients[0], tree.config
         pid = stop(tree, title)
@@ -88,6 +89,7 @@ async def test_a_rank_killed_in_prepare_leaves_the_old_epoch_and_one_in_commit_t
 
 
 async def test_weights_that_do_not_fit_change_nothing_under_load(tmp_path):
+    """C13: refused at each stage of the preparation."""
     async with running_engine(weighted_config(tmp_path, dp=2)) as tree:
         client, swaps = tree.clients[0], Swaps(tree)
         wrong_shape = tmp_path / "shape.safetensors"
@@ -114,6 +116,7 @@ async def test_weights_that_do_not_fit_change_nothing_under_load(tmp_path):
 
 
 async def test_whatever_dies_after_an_update_the_updated_weights_serve(tmp_path):
+    """C32: a detokenizer, a rank, the router, the whole engine."""
     config = weighted_config(tmp_path, dp=2, tp=2)
     async with running_engine(config) as tree:
         client = tree.clients[0]

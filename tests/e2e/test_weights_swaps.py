@@ -160,6 +160,7 @@ async def test_an_update_that_nobody_waits_for_is_known_by_its_job(tmp_path):
 
 
 async def test_a_pause_that_everybody_forgot_ends_by_itself(tmp_path):
+    """C13: a pause always has a lease."""
     async with running_engine(weighted_config(tmp_path, pause_lease_s=1.0)) as tree:
         client = tree.clients[0]
         await client.call(m.PauseGenerationReqInput, deadline_s=5.0)
@@ -173,7 +174,7 @@ async def test_a_pause_that_everybody_forgot_ends_by_itself(tmp_path):
 
 
 async def test_a_new_label_disturbs_nobody(tmp_path):
-    """E23."""
+    """E23, C20."""
     async with running_engine(weighted_config(tmp_path, scripted_step_s=0.01)) as tree:
         client = tree.clients[0]
         running = asyncio.create_task(answer(client, ask("x", sampling={"max_new_tokens": 60})))

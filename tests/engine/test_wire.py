@@ -116,6 +116,7 @@ def received(socket, count=1, timeout_s=5.0):
 
 
 def test_a_pickle_runs_no_code_and_is_counted(address, tmp_path):
+    """E49."""
     inbox = PullSocket(address)
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.connect(address)
@@ -133,6 +134,7 @@ def test_a_pickle_runs_no_code_and_is_counted(address, tmp_path):
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://*:5555", "inproc://x"])
 @pytest.mark.parametrize("kind", [PullSocket, PushSocket])
 def test_only_ipc_addresses_are_taken(kind, address):
+    """E49: nothing listens on a network."""
     with pytest.raises(ValueError, match="only ipc"):
         kind(address)
 
@@ -170,6 +172,7 @@ def test_each_inbox_gets_its_own_messages_in_order_over_a_socket_made_when_neede
 
 
 def test_a_full_inbox_is_told_and_the_others_go_on(tmp_path):
+    """C18: a send that did not go out is never called a success."""
     mapping = SocketMapping(hwm=4)
     full, free = f"ipc://{tmp_path}/full", f"ipc://{tmp_path}/free"
     inbox = PullSocket(free)

@@ -1,4 +1,4 @@
-"""The router itself with its sockets, turned by hand: admission, aborts, messages it cannot know."""
+"""The router with its sockets, turned by hand: admission, aborts, messages it cannot know."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ def lose(rig: Rig, kind: type, dp: int) -> None:
 @pytest.mark.parametrize("kind", [PrepareWeights, SealWeights])
 @pytest.mark.parametrize("dp", [0, 1])
 def test_a_death_before_the_commit_leaves_the_old_epoch(rig, kind, dp):
+    """C13."""
     lose(rig, kind, dp)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1))
     rig.turn(100)
@@ -58,6 +59,7 @@ def test_a_death_before_the_commit_leaves_the_old_epoch(rig, kind, dp):
 
 @pytest.mark.parametrize("dp", [0, 1])
 def test_a_group_that_dies_in_commit_comes_back_on_the_new_epoch(rig, dp):
+    """C13."""
     lose(rig, CommitWeights, dp)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1))
     rig.turn(100)
@@ -83,6 +85,7 @@ def test_a_group_that_came_back_before_the_commit_ended_is_brought_to_the_new_ep
 
 
 def test_when_every_group_dies_in_commit_the_old_epoch_serves_and_the_number_is_spent(rig):
+    """C13."""
     rig.lose = lambda op, dp: isinstance(op, CommitWeights)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1))
     rig.turn(100)
@@ -99,6 +102,7 @@ def test_when_every_group_dies_in_commit_the_old_epoch_serves_and_the_number_is_
 
 
 def test_a_silent_rank_in_prepare_ends_at_the_deadline_and_its_staging_is_dropped(rig):
+    """C13."""
     rig.ranks[1, 0].stopped = True
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1), deadline_s=10.0)
     rig.turn(100)
@@ -157,6 +161,7 @@ def test_a_group_that_is_down_refuses_an_update_at_once(rig):
 
 
 def test_a_restarted_engine_serves_the_last_committed_weights(rig):
+    """C32."""
     rig.call(DISK, model_path=rig.checkpoint(1))
     session = rig.call(BEGIN).result["session_id"]
     for name in ("even.tokens", "odd.tokens"):
