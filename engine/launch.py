@@ -41,7 +41,7 @@ from engine.process_guard import (
     die_with_parent,
     set_up_logging,
 )
-from engine.router.ledger import load_ledger
+from engine.router.ledger import begin_anew, load_ledger
 from engine.runfile import RunFile, read_run_file, run_file_path, write_run_file
 from engine.wire import PushSocket
 
@@ -133,6 +133,8 @@ class Launcher:
     # ------------------------------------------------------------------ the three phases
 
     def startup(self) -> None:
+        if not self._config.restore:
+            begin_anew(self._config)
         self._publish("starting")
         self._start(self._router)
 

@@ -58,6 +58,13 @@ def save_ledger(config: EngineConfig, ledger: Ledger) -> None:
     os.replace(draft, path)
 
 
+def begin_anew(config: EngineConfig) -> None:
+    """The start after this serves the model's own weights, unpaused: a new epoch, old numbers stay
+    spent. For the launcher, before the router runs."""
+    if ledger_path(config).exists():
+        save_ledger(config, load_ledger(config).for_model(config.model_path))
+
+
 class Spool:
     """Weights that came over a network, as files; the router alone deletes them."""
 

@@ -134,6 +134,14 @@ def test_a_reload_resumes_on_whichever_worker_it_lands(tree):
     assert [f["type"] for f in frames].count("end") == 1
 
 
+@pytest.mark.parametrize("path", ["/ws/chat/", "/ws/fleet/", "/ws/jobs/"])
+def test_no_socket_pays_for_compression(tree, path):
+    """C26: this client offers permessage-deflate, whose buffers would cost each socket 300 KB."""
+    with tree.socket(path) as socket:
+        assert "permessage-deflate" in socket.request.headers["Sec-WebSocket-Extensions"]
+        assert "Sec-WebSocket-Extensions" not in socket.response.headers
+
+
 def test_nobody_resumes_the_stream_of_another_account(tree):
     with tree.socket("/ws/chat/") as mine, tree.browser() as browser:
         stream = start(mine, params=LONG)

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine import messages as m
@@ -133,6 +134,8 @@ async def test_whatever_dies_after_an_update_the_updated_weights_serve(tmp_path)
         assert (await client.call(DISK, deadline_s=30.0, model_path=path)).result["epoch"] == 3
     async with running_engine(config) as tree:
         await serves_everywhere(tree, 2, epoch=3)
+    async with running_engine(msgspec.structs.replace(config, restore=False, dp=1, tp=1)) as tree:
+        await serves_everywhere(tree, 0, epoch=4)
 
 
 async def test_an_engine_whose_weights_are_gone_says_which_epoch_it_serves(tmp_path):

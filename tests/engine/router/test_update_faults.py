@@ -16,7 +16,7 @@ from engine.messages import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from engine.router.ledger import load_ledger, save_ledger
+from engine.router.ledger import begin_anew, load_ledger, save_ledger
 from tests.engine.router.rig import Rig
 from tests.engine.weights.checkpoints import corrupt
 
@@ -171,6 +171,21 @@ def test_a_restarted_engine_serves_the_last_committed_weights(rig):
     rig.serves(2, epoch=3)
     assert rig.state.name == "running"
     assert rig.call(DISK, model_path=rig.checkpoint(1)).result["epoch"] == 4
+
+
+def test_a_start_that_restores_nothing_serves_the_models_own_weights_as_a_new_epoch(rig):
+    """C32: the off switch."""
+    begin_anew(rig.config)  # before anything was ever loaded it changes nothing
+    rig.restart()
+    rig.serves(0, epoch=1)
+    rig.call(DISK, model_path=rig.checkpoint(1))
+    rig.call(PauseGenerationReqInput)
+    begin_anew(rig.config)
+    rig.restart()
+    rig.serves(0, epoch=3)
+    assert rig.state.name == "running" and rig.state.engine_view().reason == ""
+    assert rig.call(DISK, from_epoch=2).result["epoch"] == 4
+    rig.serves(1, epoch=4)
 
 
 def test_an_engine_that_died_while_committing_serves_the_epoch_before(rig):
