@@ -173,10 +173,17 @@ class _Streams:
         self.wake.set()
 
     def take(self) -> list[tuple[int, m.StrRow]]:
-        rows, self.rows = self.rows, []
+        """What came since the last call, one row per request: a slow reader gets fewer rows."""
+        waiting: dict[int, list[m.StrRow]] = {}
+        for index, row in self.rows:
+            waiting.setdefault(index, []).append(row)
+        self.rows = []
         self.sizes.clear()
         self.wake.clear()
-        return rows
+        return [
+            (index, rows[0] if len(rows) == 1 else m.merge_all(rows))
+            for index, rows in waiting.items()
+        ]
 
 
 class _Connection:

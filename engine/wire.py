@@ -176,6 +176,7 @@ class SocketMapping:
     def __init__(self, *, hwm: int = INBOX_FRAMES) -> None:
         self._hwm = hwm
         self._sockets: dict[str, PushSocket] = {}
+        self._unreachable: set[str] = set()  # the log has named them; senders try again and again
 
     def __len__(self) -> int:
         return len(self._sockets)
@@ -189,13 +190,16 @@ class SocketMapping:
             try:
                 socket = PushSocket(inbox, hwm=self._hwm)
             except (ValueError, zmq.ZMQError) as error:
-                log.warning("cannot reach inbox %.120r: %s", inbox, error)
+                if inbox not in self._unreachable:
+                    self._unreachable.add(inbox)
+                    log.warning("cannot reach inbox %.120r: %s", inbox, error)
                 return False
             self._sockets[inbox] = socket
         return socket.send_frame(frame)
 
     def evict(self, inbox: str) -> None:
         """Closes the inbox's socket and drops what it had queued."""
+        self._unreachable.discard(inbox)
         socket = self._sockets.pop(inbox, None)
         if socket is not None:
             socket.close(linger_s=0)

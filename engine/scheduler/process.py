@@ -118,6 +118,7 @@ class Leader:
         )  # fmt: skip
         self._meter = Meter()
         self._steps = 0
+        self._strange: set[type] = set()  # messages for somebody else, each named once in the log
 
     def _stop_checker(self, sampling: m.SamplingParams) -> StopChecker | None:
         if not sampling.stop and not sampling.stop_regex:
@@ -211,7 +212,8 @@ class Leader:
                     )
                 case m.RankCall():
                     self._control.handle(message)
-                case _:
+                case _ if type(message) not in self._strange:
+                    self._strange.add(type(message))
                     log.warning("a rank does not take %s", type(message).__name__)
         except QuarterdeckError as error:
             self._end(message, error.status_code, error.err_type, error.message)

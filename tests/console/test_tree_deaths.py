@@ -18,6 +18,7 @@ import pytest
 
 from console import supervisor
 from console.supervisor import Child, GaveUp, Spec, Supervisor
+from engine.process_guard import PARENT_PID
 from engine.weights.checkpoint import SINGLE
 from tests.console.test_tree_chat import LONG, hear, start
 from tests.console.tree import ROOT, Tree, eventually, running_tree
@@ -316,6 +317,20 @@ def test_a_worker_that_is_slow_to_start_is_waited_for_and_not_killed(tmp_path, s
         assert child.failures == [] and child.process.poll() is None
         tree.shutdown()
     assert child.process.returncode == -signal.SIGTERM
+
+
+def test_any_number_of_web_workers_has_one_beat(settings, signals, monkeypatch):
+    """C23."""
+    monkeypatch.setenv(PARENT_PID, "0")
+    settings.QUARTERDECK_WORKERS, settings.QUARTERDECK_PORT = 4, 0
+    tree = Supervisor(print)
+    tree.startup()
+    names = [child.spec.name for child in tree._children()]
+    tree.shutdown()
+    assert sorted(name for name in names if name.startswith("web")) == [
+        f"web {number}" for number in (1, 2, 3, 4)
+    ]
+    assert names.count("celery beat") == names.count("celery worker") == 1
 
 
 def test_a_child_that_ran_for_long_starts_again_without_delay_growth():

@@ -6,6 +6,7 @@ import asyncio
 import resource
 import time
 from collections import defaultdict
+from itertools import pairwise
 
 import msgspec
 import psutil
@@ -73,6 +74,7 @@ async def test_recordings_of_a_serving_engine(config, home):
     """One engine for all that harms nobody: starting it takes longer than each of these."""
     async with running_engine(config) as tree:
         await a_profile_under_load_holds_every_rank(tree, home / "profiles")
+        await a_stop_under_load_holds_no_answer_up(tree, home / "stopped")
         await two_captures_in_one_folder_do_not_mix(tree, home / "profiles")
         await a_capture_ends_by_itself_when_nothing_runs(tree, home / "idle")
         await a_dump_of_one_request_among_eight_holds_only_its_rows(tree, config, home / "dumps")
@@ -96,6 +98,35 @@ async def a_profile_under_load_holds_every_rank(tree, directory):
     assert summary.largest_gap_us is not None and summary.median_step_us is not None
     print(f"gap {summary.largest_gap_us / 1e3:.1f} ms, step {summary.median_step_us / 1e3:.1f} ms")
     assert summary.communication_share > 0
+
+
+async def a_stop_under_load_holds_no_answer_up(tree, directory):
+    """C11, E47: traces are written off the step thread, and complete when stop returns."""
+    client = tree.clients[0]
+    arrivals: list[float] = []
+    stop = asyncio.Event()
+
+    async def watch(dp_rank: int) -> None:
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        while not stop.is_set():
+            async for _ in client.generate(ask(PROMPT, dp_rank=dp_rank, sampling=sampling)):
+                arrivals.append(time.monotonic())
+
+    async with load(client):
+        watching = asyncio.create_task(watch(0))
+        await start_profile(tree, "busy", directory)
+        await eventually(lambda: len(arrivals) > 100, 20)
+        began = time.monotonic()
+        stopped = await call(tree, m.StopRecordingReqInput, recording="profile")
+        took = time.monotonic() - began
+        assert stopped.success, stopped
+        assert merge(directory, "busy").label == "4 of 4"
+        stop.set()
+        await watching
+    during = [began, *(at for at in arrivals if began <= at <= began + took), began + took]
+    gap = max(later - earlier for earlier, later in pairwise(during))
+    print(f"stop took {took:.2f} s, the longest wait for a token in it was {gap:.2f} s")
+    assert gap < 1.0
 
 
 async def two_captures_in_one_folder_do_not_mix(tree, directory):
