@@ -152,11 +152,30 @@ def test_two_profiles_are_compared_per_step_with_the_largest_change_first(tmp_pa
         ("gloo:all_reduce", -7.5),
         ("aten::copy_", 0.0),
     ]
+    assert [op.communication for op in found.ops] == [False, True, False]
     assert found.stages[0].ratio == 1.0
-    files = [str(tmp_path / f"summary-{name}.json") for name in "pq"]
-    command = [sys.executable, "-m", "engine.profiling.difference", *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.communication_share == (0.2, 0.125)
+    assert (found.median_step_us, found.largest_gap_us) == ((80.0, 80.0), (210.0, 210.0))
+    assert found.problems == []
+    files = [str(tmp_path / "summary-p.json"), str(tmp_path / "q")]
+    command = [sys.executable, "-m", "engine.profiling.difference"]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout)["after"] == "q"
+    lost = subprocess.run([*command, *files[:1], "/nowhere/r"], capture_output=True, text=True)
+    assert lost.returncode == 1 and lost.stderr.startswith("not compared: ")
+
+
+def test_a_comparison_says_why_two_profiles_are_not_alike(tmp_path):
+    pair_profile(tmp_path)
+    (tmp_path / "q").mkdir()
+    alone = ProfileDir(tmp_path / "q", "q", PAIR)
+    alone.manifest(PAIR[0], [alone.segment(PAIR[0], 0, [span("aten::mm", 0.0, 5.0)])])
+    found = compare(summarize(tmp_path, "p"), summarize(tmp_path / "q", "q"))
+    assert found.problems == [
+        "q is partial, missing dp0-tp1",
+        "q names no steps: its times are of the whole trace",
+        "they hold other ranks: dp0-tp0 dp0-tp1 and dp0-tp0",
+    ]
 
 
 small = st.integers(min_value=0, max_value=40)
