@@ -11,11 +11,13 @@ import { fill, h, setData } from "./dom.js";
 import { bytes, count, percent, when } from "./format.js";
 import { jobTone, jobsFeed } from "./jobs-feed.js";
 import { micros } from "./lane-math.js";
-import { ranksInWords } from "./profile-words.js";
+import { showPin, startRecordingActions } from "./recording-actions.js";
+import { ranksInWords, stateInWords, toneOf } from "./recording-words.js";
 import { setFacts } from "./sheet.js";
 
 const page = document.getElementById("profile");
 const id = page.dataset.profile;
+let shown = null;
 
 function body(name) {
   return page.querySelector(`#${name} tbody`);
@@ -47,8 +49,12 @@ function drawSummary(summary) {
 }
 
 function draw({ profile, summary }) {
-  fill(page, { state: profile.state, ranks: ranksInWords(profile) });
-  setData(page.querySelector(".job-state .dot"), "tone", profile.state === "ready" ? "ok" : profile.state === "partial" ? "warn" : jobTone(profile.state));
+  shown = profile;
+  showPin(document.getElementById("recording-actions"), profile);
+  const warning = profile.expired ? "Its files made room for others in the disk quota. A pin keeps them." : ["partial", "failed"].includes(profile.state) ? profile.message : "";
+  fill(page, { state: stateInWords({ ...profile, missing: [] }), ranks: ranksInWords(profile), warning });
+  document.getElementById("profile-warning").hidden = !warning;
+  setData(page.querySelector(".job-state .dot"), "tone", toneOf(profile.state));
   setFacts(page.querySelector("dl.facts"), [
     ["Taken", when(profile.created_at)], ["By", profile.actor], ["Reason", profile.reason], ["Steps", count(profile.steps)], ["Size", bytes(profile.bytes)],
     ["Largest token gap it caused", profile.largest_gap_ms === null ? null : `${Math.round(profile.largest_gap_ms)} ms`], ["Clocks aligned by", profile.clock_method], ["Note", profile.note],
@@ -71,9 +77,14 @@ async function refresh() {
     problem.hidden = false;
     fill(problem, { text: error.message });
   }
+  page.querySelector(".loading").hidden = true;
 }
 
 jobsFeed.watch();
 jobsFeed.addEventListener("job", ({ detail: job }) => ["profile", "merge_profile", "stop_profile"].includes(job.kind) && refresh());
 startActions();
+startRecordingActions(() => shown, "profile", (profile) => {
+  shown = { ...shown, ...profile };
+  showPin(document.getElementById("recording-actions"), shown);
+});
 refresh();
