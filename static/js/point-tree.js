@@ -46,11 +46,11 @@ class PointTree extends HTMLElement {
     const below = h("ul", {});
     const branch = h("details", {}, h("summary", {}, label), below);
     branch.addEventListener("toggle", () => {
-      if (branch.open && !below.children.length) {
-        below.append(...node.children.map((child) => this.item(child)));
-        this.mark();
-      }
+      if (!branch.open || below.children.length) return;
+      below.append(...node.children.map((child) => this.item(child)));
+      this.mark();
     });
+    branch.open = !node.path.includes(".");
     return h("li", {}, branch);
   }
 

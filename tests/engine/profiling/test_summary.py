@@ -9,55 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.artifacts import Rank
 from engine.errors import NotFound
 from engine.profiling.difference import compare
 from engine.profiling.lanes import covered, self_times, union
-from engine.profiling.manifest import StepMark
 from engine.profiling.summary import read_summary, summarize
-from tests.engine.profiling.traces import BASE_NS, ProfileDir, anchor, named, span
-
-PAIR = [Rank(dp=0, tp=0), Rank(dp=0, tp=1)]
-
-
-def step(number: int, start: float, dur: float, stage: str = "decode") -> dict:
-    name = f"{stage}[step={number} bs=2 toks=2]"
-    return span(name, start, dur, cat="user_annotation")
-
-
-def pair_profile(root, *, slow: float = 0.0, profile_id: str = "p") -> ProfileDir:
-    """Two ranks, two steps of 100 us: 60 of mm (10 of them in copy), then the collective."""
-    made = ProfileDir(root, profile_id, PAIR)
-    for rank in PAIR:
-        late = slow if rank.tp == 1 else 0.0
-        events = [named(9, "python")]
-        for number in range(2):
-            at = 1000.0 + 200 * number
-            events += [
-                step(number, at, 100.0),
-                span("aten::mm", at + 10, 60.0 + late),
-                span("aten::copy_", at + 20, 10.0),
-                span("gloo:all_reduce", at + 70 + late, 20.0 - late),
-                span("quarterdeck.clock.start.0.0", at, 50.0, cat="user_annotation"),
-            ]
-        segment = made.segment(rank, 0, events, anchors=(anchor(BASE_NS, offset_ns=0),))
-        marks = [
-            StepMark(
-                step=n,
-                stage="decode",
-                rows=2,
-                tokens=2,
-                start_ns=0,
-                end_ns=dur_ns,
-                pause_ns=pause_ns,
-                recorded=recorded,
-            )
-            for n, (dur_ns, pause_ns, recorded) in enumerate(
-                [(100_000, 50_000, True), (120_000, 90_000, True), (80_000, 10_000, False)]
-            )
-        ]
-        made.manifest(rank, [segment], steps=marks, final_pause_ns=20_000)
-    return made
+from tests.engine.profiling.traces import PAIR, ProfileDir, pair_profile, span, step
 
 
 def test_operations_are_ordered_by_their_self_time_over_all_ranks(tmp_path):
