@@ -263,7 +263,9 @@ class Session:
             return True
         before = self._measured
         allowed_ns = max(PART_NS, PART_STEPS * self._step_ns)
-        return before is not None and steps > math.ceil(before.steps * allowed_ns / before.part_ns)
+        return before is not None and steps > math.ceil(
+            before.steps * allowed_ns / max(1, before.part_ns)
+        )
 
     def _start_recording(self, stage: Stage) -> None:
         profiler = make_profiler(self.spec, self.manifest.activities)
