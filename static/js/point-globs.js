@@ -59,6 +59,10 @@ export function selection(points, { modules, layers, kinds }) {
   }
   const names = namesMatching(inside, globs);
   const chosen = inside.filter((point) => names.has(point.name) && point.kinds.some((kind) => kinds.includes(kind)));
+  if (names.size && !chosen.length && !problems.modules) {
+    const given = new Set(inside.filter(({ name }) => names.has(name)).flatMap((point) => point.kinds));
+    problems.modules = `These points give ${[...given].sort().join(", ")}: choose one of them.`;
+  }
   const tensors = chosen.reduce((sum, point) => sum + point.kinds.filter((kind) => kinds.includes(kind)).length, 0);
   return { points: chosen, tensors, problems };
 }

@@ -38,7 +38,7 @@ class PointTree extends HTMLElement {
 
   /** A branch draws what is below it when it is opened first. */
   item(node) {
-    const box = h("input", { type: "checkbox", onchange: () => this.toggle(node, box.checked) });
+    const box = h("input", { type: "checkbox", "aria-label": node.path, oninput: (event) => this.toggle(event, node, box.checked) });
     const told = h("span", { class: "small faint push" });
     this.boxes.push({ box, node, told, names: namesUnder(this.inTree(node), this.points) });
     const label = h("label", { class: "point" }, box, h("span", { class: "mono" }, node.name), told);
@@ -59,7 +59,9 @@ class PointTree extends HTMLElement {
     return node.path.split(".").reduce((at, name) => at.children.get(name), this.root);
   }
 
-  toggle(node, on) {
+  /** The box's own event ends here: the field speaks for it. */
+  toggle(event, node, on) {
+    event.stopPropagation();
     const modules = this.field("modules");
     modules.value = toggled(modules.value, this.root, this.inTree(node), this.points, on);
     modules.dispatchEvent(new Event("input", { bubbles: true }));

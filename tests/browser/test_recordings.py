@@ -104,12 +104,12 @@ def test_points_are_chosen_in_a_tree_that_counts_and_a_bad_glob_is_told_at_the_f
     sheet.get_by_role("button", name="Arm dump").click()
     expect(sheet).to_be_visible()  # the form does not let it through
     modules.fill("lm_head")
-    sheet.get_by_label("norm", exact=True).check()
+    sheet.get_by_label("model.norm", exact=True).check()
     expect(modules).to_have_value("lm_head, model.norm")
     expect(count).to_contain_text("2 of ")
-    sheet.get_by_label("norm", exact=True).press("Space")
+    sheet.get_by_label("model.norm", exact=True).press("Space")
     expect(modules).to_have_value("lm_head")
-    sheet.get_by_label("Layers").fill("9")
+    sheet.get_by_label("Layers", exact=True).fill("9")
     expect(sheet.locator("#a-layers-problem")).to_have_text("The model has no layer 9.")
 
 

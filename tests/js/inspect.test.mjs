@@ -89,6 +89,7 @@ test("a selection counts points and tensors, and says what the engine would refu
   assert.equal(selection(POINTS, { modules: "*.mlp", layers: "1", kinds: ["input", "output"] }).tensors, 2);
   assert.equal(selection(POINTS, { modules: "*.mlq", layers: "", kinds: ["output"] }).problems.modules, "No dump point matches *.mlq.");
   assert.equal(selection(POINTS, { modules: "lm_head", layers: "0", kinds: ["logits"] }).problems.modules, "lm_head matches points of other layers only.");
+  assert.equal(selection(POINTS, { modules: "lm_head", layers: "", kinds: ["output"] }).problems.modules, "These points give logits: choose one of them.");
   assert.equal(selection(POINTS, { modules: "*", layers: "0-4", kinds: ["output"] }).problems.layers, "The model has no layer 2.");
 });
 
