@@ -149,7 +149,7 @@ def _pair(pair: dict[str, Any]) -> dict[str, Any]:
         "kind": pair["kind"],
         "rank": "all",
         "step": pair["step"],
-        "shape": [pair["stop"] - pair["start"]],
+        "shape": [pair["stop"] - pair["start"]] if pair["rid"] else [],
         "max_abs": pair["max_abs"],
         "max_rel": pair["max_rel"],
         "cosine": pair["cosine"],

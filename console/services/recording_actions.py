@@ -172,7 +172,7 @@ class DumpTensors(Record, frozen=True, kw_only=True):
 
     def will(self) -> list[str]:
         spec = self.spec()
-        whose = f"requests {', '.join(sorted(spec.rids))}" if spec.rids else "every request"
+        whose = f"requests {', '.join(sorted(spec.rids))}" if spec.rids else "any request"
         return [
             f"Steps that hold {whose} run in the instrumented forward, {spec.max_steps} of them at "
             f"most, for at most {spec.max_seconds:g} s.",

@@ -29,7 +29,7 @@ function statisticsRow(point) {
   const row = fromTemplate("point-row");
   fill(row, {
     path: point.path, kind: point.kind, rank: point.rank, step: point.step, shape: point.shape.join(" × "), dtype: point.dtype, min: statistic(point.min), max: statistic(point.max),
-    mean: statistic(point.mean), std: statistic(point.std), l2: statistic(point.l2), bad: point.nan + point.inf ? `${count(point.nan)} NaN, ${count(point.inf)} Inf` : "",
+    mean: statistic(point.mean), std: statistic(point.std), bad: point.nan + point.inf ? `${count(point.nan)} NaN, ${count(point.inf)} Inf` : "",
   });
   if (point.histogram) row.querySelector("[data-histogram]").append(histogram(point.histogram));
   const link = row.querySelector("a");
@@ -72,11 +72,11 @@ page.querySelector(".more").addEventListener("click", () => {
   draw();
 });
 
-function treeNode(node) {
+function treeNode(node, depth = 0) {
   const pick = h("button", { type: "button", class: "tree-name", onclick: () => choose(node.path) }, node.name);
   pick.dataset.path = node.path;
   if (!node.children.length) return h("li", {}, pick);
-  return h("li", {}, h("details", { open: node.path.split(".").length < 2 }, h("summary", {}, pick), h("ul", {}, ...node.children.map(treeNode))));
+  return h("li", {}, h("details", { open: depth === 0 }, h("summary", {}, pick), h("ul", {}, ...node.children.map((child) => treeNode(child, depth + 1)))));
 }
 
 function choose(path) {
@@ -91,13 +91,22 @@ function sayCompared(found) {
   warn(found.problems.join("; "));
 }
 
+/** Columns that say the same in every row are said once, above the table. */
+function sayOnce() {
+  const values = { rank: (point) => point.rank, step: (point) => point.step, dtype: (point) => point.dtype, bad: (point) => point.nan + point.inf };
+  const one = Object.keys(values).filter((name) => new Set(points.map(values[name])).size === 1);
+  page.querySelector("#points").dataset.one = one.filter((name) => name !== "bad" || !values.bad(points[0])).join(" ");
+  return { rank: one.includes("rank") ? points[0].rank : null, step: one.includes("step") ? points[0].step : null, dtype: one.includes("dtype") ? points[0].dtype : null };
+}
+
 function sayOne(found) {
   dump = found.dump;
+  const { rank, step, dtype } = sayOnce();
   showPin(document.getElementById("recording-actions"), dump);
   setData(page.querySelector(".job-state .dot"), "tone", toneOf(dump.state));
   fill(page, { headline: stateInWords(dump), nothing: dump.state === "capturing" ? "It is armed and waits for a step that it wants." : "No wanted step ran while it was armed." });
   setFacts(page.querySelector("dl.facts"), [
-    ["Requests", dump.rids.join(", ") || "every request"], ["Ran as", dump.form], ["Weights", stepName(dump.token_step, dump.epoch)], ["Tensors", count(dump.tensors)], ["Size", bytes(dump.bytes)],
+    ["Requests", dump.rids.join(", ") || "every request"], ["Ran as", dump.form], ["Weights", stepName(dump.token_step, dump.epoch)], ["Tensors", dtype ? `${count(dump.tensors)}, ${dtype}` : count(dump.tensors)], ["Rank", rank], ["Step", step], ["Size", bytes(dump.bytes)],
     ["Armed", when(dump.created_at)], ["By", dump.actor], ["Note", dump.note],
   ]);
   const left = found.left_out ? `${plural(found.left_out, "tensor")} more are in the files.` : "";
@@ -117,7 +126,7 @@ async function load() {
     first = found.first ?? null;
     limit = Math.max(limit, (first ?? 0) + ROWS);
     page.querySelector(".loaded").hidden = false;
-    page.querySelector(".tree").replaceChildren(...collapsed(treeOf(points)).map(treeNode));
+    page.querySelector(".tree").replaceChildren(...collapsed(treeOf(points)).map((node) => treeNode(node)));
     if (page.dataset.compare) sayCompared(found);
     else sayOne(found);
     draw();

@@ -8,6 +8,7 @@ import { colourAt, moved, placeOf, scaleOf } from "./heat-scale.js";
 
 const CELL_MIN_PX = 6;
 const CELL_MAX_PX = 20;
+const TALL_PX = 120; // a map of few rows is stretched to it
 const LEGEND_STEPS = 48;
 
 function rgb(name) {
@@ -64,7 +65,7 @@ class HeatMap extends HTMLElement {
     if (!this.view || !this.canvas.clientWidth) return;
     this.colours = { ground: rgb("heat-ground"), above: rgb("heat-above"), below: rgb("heat-below") };
     this.wide = this.canvas.clientWidth / this.size[1];
-    this.tall = Math.min(CELL_MAX_PX, Math.max(CELL_MIN_PX, this.wide));
+    this.tall = Math.min(CELL_MAX_PX, Math.max(CELL_MIN_PX, this.wide, TALL_PX / this.size[0]));
     const ctx = this.sized(this.canvas, this.tall * this.size[0]);
     this.view.heat.forEach((cells, row) => cells.forEach((cell, column) => this.fillCell(ctx, row, column, cell)));
     if (this.at) {

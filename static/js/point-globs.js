@@ -86,7 +86,10 @@ export function coverOf(node, points, names) {
 export function toggled(text, root, node, points, on) {
   const globs = globsIn(text);
   const mine = new Set(namesUnder(node, points));
-  if (on) return [...globs, ...coverOf(node, points, mine)].join(", ");
+  if (on) {
+    const wider = globs.filter((glob) => !namesMatching(points, [glob]).size || [...namesMatching(points, [glob])].some((name) => !mine.has(name)));
+    return [...wider, ...coverOf(node, points, mine)].join(", ");
+  }
   const touching = (glob) => [...namesMatching(points, [glob])].some((name) => mine.has(name));
   const kept = globs.filter((glob) => !touching(glob));
   const rest = namesMatching(points, globs.filter(touching));

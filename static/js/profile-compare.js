@@ -39,7 +39,7 @@ function drawTotals() {
   }
   page.querySelector("#totals tbody").replaceChildren(
     ...found.stages.map(({ stage, before_us: before, after_us: after }) => timeRow(`Median ${stage} step, recorded`, before, after)),
-    timeRow("Median decode step, not recorded where there are such", ...found.median_step_us),
+    timeRow("Median decode step around the capture", ...found.median_step_us),
     timeRow("Largest token gap", ...found.largest_gap_us),
     shareRow("Busy", found.busy_share),
     shareRow("Communication", found.communication_share),

@@ -8,7 +8,7 @@ import "./lanes.js";
 import { startActions } from "./action-sheet.js";
 import { get } from "./api.js";
 import { fill, h, setData } from "./dom.js";
-import { bytes, count, percent, when } from "./format.js";
+import { bytes, count, percent, plural, when } from "./format.js";
 import { jobTone, jobsFeed } from "./jobs-feed.js";
 import { micros } from "./lane-math.js";
 import { showPin, startRecordingActions } from "./recording-actions.js";
@@ -48,6 +48,17 @@ function drawSummary(summary) {
     cell(rank.straggler_us > 0 ? `${micros(rank.straggler_us)} behind` : "–", "num"))));
 }
 
+/** What the merge made comes first; the ranks' own files are many. */
+function drawFiles(files) {
+  const lines = (some) => some.map((file) => h("li", {}, h("a", { href: file.url, download: true }, file.name), " ", h("span", { class: "faint" }, bytes(file.bytes))));
+  const merged = files.filter(({ name }) => /^(merged|summary)-/.test(name));
+  const parts = files.filter((file) => !merged.includes(file));
+  page.querySelector("[data-files]").replaceChildren(...lines(merged));
+  page.querySelector("[data-parts]").replaceChildren(...lines(parts));
+  page.querySelector("details.files").hidden = !parts.length;
+  fill(page, { parts: `${plural(parts.length, "file")} of the ranks, ${bytes(parts.reduce((sum, file) => sum + file.bytes, 0))}` });
+}
+
 function draw({ profile, summary }) {
   shown = profile;
   showPin(document.getElementById("recording-actions"), profile);
@@ -59,7 +70,7 @@ function draw({ profile, summary }) {
     ["Taken", when(profile.created_at)], ["By", profile.actor], ["Reason", profile.reason], ["Steps", count(profile.steps)], ["Size", bytes(profile.bytes)],
     ["Largest token gap it caused", profile.largest_gap_ms === null ? null : `${Math.round(profile.largest_gap_ms)} ms`], ["Clocks aligned by", profile.clock_method], ["Note", profile.note],
   ]);
-  page.querySelector("[data-files]").replaceChildren(...profile.files.map((file) => h("li", {}, h("a", { href: file.url, download: true }, file.name), " ", h("span", { class: "faint" }, bytes(file.bytes)))));
+  drawFiles(profile.files);
   const viewer = page.querySelector("[data-viewer]");
   viewer.hidden = !profile.viewer_url;
   viewer.href = profile.viewer_url ?? "";

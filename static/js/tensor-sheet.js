@@ -15,7 +15,7 @@ function factsOf(point) {
     ["Kind", point.kind], ["Rank", point.rank], ["Request", point.rid && h("code", {}, point.rid)],
     ["Positions", point.rid ? `${point.start} to ${point.stop - 1}` : null], ["Step", point.step], ["Epoch", point.epoch],
     ["Shape", `${point.shape.join(" × ") || "one value"}, ${point.dtype}`], ["Mean, std", `${statistic(point.mean)}, ${statistic(point.std)}`],
-    ["Min, max", `${statistic(point.min)}, ${statistic(point.max)}`], ["Not finite", point.nan + point.inf ? `${count(point.nan)} NaN, ${count(point.inf)} Inf` : null],
+    ["Min, max", `${statistic(point.min)}, ${statistic(point.max)}`], ["L2", statistic(point.l2)], ["Not finite", point.nan + point.inf ? `${count(point.nan)} NaN, ${count(point.inf)} Inf` : null],
     ["SHA-256", h("code", {}, point.hash)],
   ]);
 }

@@ -96,6 +96,7 @@ test("a selection counts points and tensors, and says what the engine would refu
 test("a box of the tree writes the fewest globs, and takes its points out of wider ones", () => {
   assert.equal(toggled("", ROOT, at("model.layers.0"), POINTS, true), "model.layers.0, model.layers.0.*");
   assert.equal(toggled("lm_head", ROOT, at("model.layers.1.mlp"), POINTS, true), "lm_head, model.layers.1.mlp");
+  assert.equal(toggled("lm_head, *.0.mlp", ROOT, at("model.layers.0"), POINTS, true), "lm_head, model.layers.0, model.layers.0.*");
   assert.equal(toggled("lm_head, model.layers.*", ROOT, at("model.layers.0"), POINTS, false), "lm_head, model.layers.1, model.layers.1.*");
   assert.equal(toggled("model.layers.0.attn, model.layers.0.attn.*", ROOT, at("model.layers.0.attn"), POINTS, false), "");
 });

@@ -91,6 +91,19 @@ def test_the_file_beside_the_trace_reads_back_as_it_was(tmp_path):
     assert summary.timeline.names[longest[4]] == "decode[step=0 bs=2 toks=2]"
 
 
+def test_a_thread_is_one_lane_of_the_timeline_in_all_segments(tmp_path):
+    """Though another thread comes first in the second one; the span over the recording is none."""
+    made = ProfileDir(tmp_path, "p", PAIR[:1])
+    whole = span("PyTorch Profiler (0)", 0.0, 90.0, cat="Trace", pid="Spans", tid="PyTorch")
+    first = [whole, span("aten::mm", 0.0, 50.0), span("other", 5.0, 1.0, tid=10)]
+    second = [span("other", 100.0, 1.0, tid=10), span("aten::mm", 101.0, 50.0)]
+    segments = [made.segment(PAIR[0], at, events) for at, events in enumerate((first, second))]
+    made.manifest(PAIR[0], segments)
+    timeline = summarize(tmp_path, "p").timeline
+    lanes = {(timeline.names[name], lane) for _, _, lane, _, name in timeline.blocks["dp0-tp0"]}
+    assert lanes == {("aten::mm", 0), ("other", 1)}
+
+
 def test_nothing_to_summarize_is_said_so(tmp_path):
     with pytest.raises(NotFound):
         summarize(tmp_path, "p")
