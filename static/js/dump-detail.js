@@ -81,6 +81,7 @@ function treeNode(node, depth = 0) {
 
 function choose(path) {
   chosenPath = path === chosenPath ? "" : path;
+  limit = Math.max(ROWS, (first ?? 0) + ROWS);
   for (const pick of page.querySelectorAll(".tree-name")) pick.setAttribute("aria-pressed", String(pick.dataset.path === chosenPath));
   draw();
 }
@@ -89,6 +90,14 @@ function sayCompared(found) {
   const headline = first !== null ? `First differs at ${points[first].path}, ${points[first].kind}` : points.length ? "The two dumps agree" : "The two dumps have nothing in common";
   fill(page, { headline, detail: found.label, nothing: "No point of one is a point of the other." });
   warn(found.problems.join("; "));
+  const go = page.querySelector("[data-do=first]");
+  go.hidden = first === null;
+  go.addEventListener("click", () => {
+    choose("");
+    const row = page.querySelector(".first-difference");
+    row.scrollIntoView({ block: "center" });
+    row.focus({ preventScroll: true });
+  });
 }
 
 /** Columns that say the same in every row are said once, above the table. */
@@ -130,7 +139,6 @@ async function load() {
     if (page.dataset.compare) sayCompared(found);
     else sayOne(found);
     draw();
-    page.querySelector(".first-difference")?.scrollIntoView({ block: "center" });
   } catch (error) {
     problem.hidden = false;
     fill(problem, { text: error.message });

@@ -51,7 +51,7 @@ def gaps(answers: list[list[float]], begin: float, end: float) -> list[float]:
 async def test_no_token_waits_longer_than_eight_steps_for_a_capture(tmp_path, capsys, backend, dp):
     share_native(tmp_path)
     config = EngineConfig(
-        home=str(tmp_path), model_path=str(EMBEDDED.resolve()), backend=backend, dp=dp,
+        home=str(tmp_path), model_path=str(EMBEDDED.resolve()), backend=backend, dp=dp, threads=1,
         limits=Limits(max_running=STREAMS, kv_tokens=8192),
     )  # fmt: skip
     stop = asyncio.Event()
