@@ -59,9 +59,11 @@ async def _wait(pool: ThreadPoolExecutor, timeout_s: float, work: Callable[[], T
     call = functools.partial(_run, timeout_s, work)
     future = asyncio.get_running_loop().run_in_executor(pool, call)
     try:
-        return await asyncio.wait_for(future, timeout_s + GRACE_S)
+        async with asyncio.timeout(timeout_s + GRACE_S):
+            result = await future
     except TimeoutError:
         raise DatabaseAway(f"the database did not answer within {timeout_s:g} s") from None
+    return result
 
 
 def _run(timeout_s: float, work: Callable[[], T]) -> T:

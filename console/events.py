@@ -117,7 +117,8 @@ async def listen(handle: Callable[[Known], None]) -> None:
             while True:
                 await layer.group_add(GROUP, channel)
                 try:
-                    message = await asyncio.wait_for(layer.receive(channel), RECEIVE_S)
+                    async with asyncio.timeout(RECEIVE_S):
+                        message = await layer.receive(channel)
                 except TimeoutError:
                     continue
                 handle(msgspec.json.decode(message["data"], type=Known))

@@ -77,6 +77,7 @@ class Lifespan:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await reconcile.close()
         if worker.client is not None:
             await worker.client.close()
             worker.client = None

@@ -256,7 +256,8 @@ class EngineClient:
         client._keeper.add_done_callback(_end_with)
         if timeout_s is not None:
             try:
-                await asyncio.wait_for(client._joined.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await client._joined.wait()
             except TimeoutError:
                 await client.close()
                 raise EngineUnreachable(
@@ -340,7 +341,8 @@ class EngineClient:
                 )
                 return
             try:
-                await asyncio.wait_for(self._rejoin.wait(), timeout=0.5)
+                async with asyncio.timeout(0.5):
+                    await self._rejoin.wait()
             except TimeoutError:
                 continue
 
@@ -507,7 +509,8 @@ class EngineClient:
                 m.Reserve, parent=parent, rids=rids, priority=first.priority,
                 dp_rank=first.dp_rank, actor=first.actor,
             )  # fmt: skip
-            reply = await asyncio.wait_for(future, RESERVE_TIMEOUT_S)
+            async with asyncio.timeout(RESERVE_TIMEOUT_S):
+                reply = await future
         except (TimeoutError, asyncio.CancelledError) as error:
             self._release(set(rids))
             if isinstance(error, asyncio.CancelledError):
@@ -620,13 +623,16 @@ class EngineClient:
         self._calls[call.id] = future
         try:
             self._sender().control(kind, call=call, **fields)
-            return await asyncio.wait_for(future, deadline_s + ANSWER_GRACE_S)
+            # not wait_for: before Python 3.12 it forgets a cancellation that meets the answer
+            async with asyncio.timeout(deadline_s + ANSWER_GRACE_S):
+                reply = await future
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{kind.__name__} had no answer within {deadline_s:g} s"
             ) from None
         finally:
             self._calls.pop(call.id, None)
+        return reply
 
     async def labels(self, epochs: Collection[int]) -> dict[int, m.EpochLabel]:
         """What these epochs are called; one call to the router for those that are not in the

@@ -118,7 +118,8 @@ class Doing:
     async def soon(self, seconds: float) -> Job:
         """The job as it is after at most ``seconds``."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.ended(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.ended()
         return self.job
 
 

@@ -34,7 +34,8 @@ async def run_program(module: str, *arguments: str, good: tuple[int, ...] = (0,)
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        out, said = await asyncio.wait_for(process.communicate(), PROGRAM_S)
+        async with asyncio.timeout(PROGRAM_S):
+            out, said = await process.communicate()
     except TimeoutError:
         raise DeadlineExceeded(f"{module} took longer than {PROGRAM_S:g} s") from None
     finally:

@@ -53,6 +53,14 @@ async def round_to_the_end() -> int:
     return taken
 
 
+async def close() -> None:
+    """This process leaves: jobs whose end it still waits for are handed over."""
+    settling = list(_settling)
+    for task in settling:
+        task.cancel()
+    await asyncio.gather(*settling, return_exceptions=True)
+
+
 def _look() -> list[Job]:
     """Engine jobs that are this process's now; file jobs go to Celery."""
     now = timezone.now()

@@ -93,10 +93,14 @@ async def carry_out(job: Job, action: Action) -> None:
 
 
 async def settle_and_end(job: Job) -> None:
-    """For a job whose sender is gone."""
-    async with kept(job):
-        job.note("its process is gone; asking the engine what became of it")
-        outcome = await settle(job)
+    """For a job whose sender is gone. Cancelled, it hands the job on."""
+    try:
+        async with kept(job):
+            job.note("its process is gone; asking the engine what became of it")
+            outcome = await settle(job)
+    except asyncio.CancelledError:
+        await _hand_over(job)
+        raise
     await end(job, outcome, patience_s=PATIENCE_S)
 
 

@@ -45,7 +45,8 @@ def chromium():
 @pytest.fixture(scope="package")
 def served(tmp_path_factory, chromium):
     home = tmp_path_factory.mktemp("browser")
-    with running_tree(home, QUARTERDECK_SCRIPTED_STEP_S="0.02", QUARTERDECK_RESUME_GRACE_S=GRACE_S) as running:
+    speed = {"QUARTERDECK_SCRIPTED_STEP_S": "0.02", "QUARTERDECK_RESUME_GRACE_S": GRACE_S}
+    with running_tree(home, **speed) as running:
         yield running
 
 

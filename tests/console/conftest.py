@@ -12,7 +12,7 @@ from django.test import Client
 from console import auth
 from console import worker as worker_module
 from console.models.audit import GUARDS, UNGUARDS
-from console.services import control
+from console.services import control, reconcile
 from console.services import keys as key_service
 from console.worker import Worker, become
 from engine.client import EngineClient
@@ -104,6 +104,7 @@ async def engine(tmp_path, settings, worker, database):
         await worker.chronicle.write(client)
         yield engine
         await control.close()
+        await reconcile.close()
         await client.close()
         worker.client = None
 

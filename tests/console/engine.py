@@ -105,6 +105,14 @@ class InProcessEngine:
         self.router: Router | None = None
         self.worker: Any = None  # set by the fixture
 
+    def wait_for_ranks(self, timeout_s: float = 10) -> None:
+        """Until every rank has reported: who joins then learns it at once."""
+        assert self.router is not None
+        until = time.monotonic() + timeout_s
+        while {view.state for view in self.router.state.rank_views()} != {"running"}:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
 
 def _close(sockets: RouterSockets) -> None:
     """A router's process ends with its sockets; this one is a thread."""
@@ -147,6 +155,7 @@ def in_process_engine(home: Path, *, dp: int = 2, tp: int = 1) -> Iterator[InPro
             RunFile(state="up", generation=1, pid=1, config=config, model=MODEL),
         )
         try:
+            engine.wait_for_ranks()
             yield engine
         finally:
             stop.requested = True

@@ -60,10 +60,11 @@ def nearly(model: Path, path: Path) -> str:
     return str(path)
 
 
-async def test_an_in_place_swap_is_hardly_felt(tmp_path, capsys):
+@pytest.mark.parametrize("dp", [1, 2])
+async def test_an_in_place_swap_is_hardly_felt(tmp_path, capsys, dp):
     share_native(tmp_path)
     config = EngineConfig(
-        home=str(tmp_path), model_path=str(MODEL.resolve()),
+        home=str(tmp_path), model_path=str(MODEL.resolve()), dp=dp,
         limits=Limits(max_running=STREAMS, kv_tokens=8192),
     )  # fmt: skip
     paths = [str(MODEL.resolve()), nearly(MODEL, tmp_path / "changed")]
@@ -83,6 +84,7 @@ async def test_an_in_place_swap_is_hardly_felt(tmp_path, capsys):
                 assert reply.success, reply.message
                 replies.append(reply)
     told = {
+        "dp": dp,
         "step_ms": round(1e3 * statistics.median(calm), 1),
         "longest_gap_ms_calm": round(1e3 * max(calm), 1),
         "longest_gap_ms_swapping": round(1e3 * max(swapping), 1),

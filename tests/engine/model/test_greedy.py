@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import Limits
 from engine.messages import SamplingParams
 from engine.model.runner import ModelRunner, make_runner
 from tests.engine.model import tiny
@@ -18,11 +17,6 @@ from tests.engine.model.driver import Driver, Job
 
 NEW_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS)
-TOPICS = (
-    "France", "gravity", "a list in Python", "the moon", "rice", "tax", "jazz", "black holes",
-    "chess", "coffee", "TCP", "birds", "Rome", "sorting", "vaccines", "poetry", "volcanoes",
-    "bicycles", "the tide", "compilers", "glass", "trains", "honey", "maps", "sleep",
-)  # fmt: skip
 CASES = [(family, backend) for family in tiny.FAMILIES for backend in ("hf", "native", "eager")]
 
 
@@ -127,35 +121,3 @@ def test_the_embedded_model(embedded_model: Path, backend: str) -> None:
     ]
     truth = plain_generate(embedded_model, prompts)
     assert Driver(runner, chunk=7).generate(prompts, GREEDY) == truth
-
-
-@pytest.mark.soak
-@pytest.mark.model
-def test_a_hundred_prompts_of_the_embedded_model(embedded_model: Path) -> None:
-    """Alone, in batches of 25, chunked, and taken up again after a retraction."""
-    from engine.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.load(embedded_model)
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": ask.format(topic)}])
-        for ask in ("What is {}?", "Explain {} to a child.", "Why does {} matter?", "A poem: {}")
-        for topic in TOPICS
-    ]
-    truth = plain_generate(embedded_model, prompts)
-    config = engine_config(embedded_model, limits=Limits(kv_tokens=65_536))
-    runner = make_runner(config, dp=0, tp=0, group=None)
-    for chunk in (512, 1, 7, 64):
-        driver = Driver(runner, chunk=chunk)
-        answers = []
-        for first in range(0, len(prompts), 25):
-            answers += driver.generate(prompts[first : first + 25], GREEDY)
-        assert answers == truth, chunk
-    for prompt, answer in zip(prompts, truth, strict=True):
-        driver = Driver(runner)
-        job = driver.begin(Job(prompt_ids=prompt, sampling=GREEDY))
-        for _ in range(9):
-            driver.step()
-        if job in driver.running:
-            driver.retract(job)
-        driver.finish()
-        assert job.output_ids == answer
