@@ -22,8 +22,8 @@ from tests.engine.model.conftest import engine_config
 from tests.engine.model.driver import Driver, Job
 
 STEPS = 200
-AHEAD = 1.01  # of the other's median
-SAMPLING = m.SamplingParams(temperature=0.0, max_new_tokens=1000, ignore_eos=True)
+MOST = 0.01  # of a step, that a dump may cost once it is over
+SAMPLING = m.SamplingParams(temperature=0.0, max_new_tokens=3000, ignore_eos=True)
 
 
 class Served:
@@ -98,23 +98,41 @@ def test_before_and_after_a_dump_the_forward_is_the_same_object_without_hooks(
         assert runner.instrument._decoder is None  # type: ignore[attr-defined]
 
 
+def medians(served: tuple[Served, Served], rounds: int) -> list[float]:
+    """Of ``STEPS`` interleaved steps each, in seconds: the best of ``rounds``."""
+    found = []
+    for _ in range(rounds):
+        took: dict[Served, list[float]] = {one: [] for one in served}
+        for number in range(STEPS):
+            for one in served if number % 2 else served[::-1]:
+                took[one].append(one.step())
+        found.append([statistics.median(seconds) for seconds in took.values()])
+    return [min(one) for one in zip(*found, strict=True)]
+
+
 @pytest.mark.soak
 @pytest.mark.model
-@pytest.mark.parametrize("backend", ["native", "hf"])
+@pytest.mark.parametrize(("backend", "rounds"), [("native", 3), ("hf", 1)])
 def test_200_interleaved_steps_cost_the_same_whether_a_dump_was_ever_armed(
-    embedded_model: Path, tmp_path: Path, backend: str, capsys: pytest.CaptureFixture[str]
+    embedded_model: Path,
+    tmp_path: Path,
+    backend: str,
+    rounds: int,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    limits = Limits(kv_tokens=2048, block_tokens=16)
+    """Two runners differ by up to a percent from where their weights lie in memory, so what counts
+    is how their ratio changes when one of them had a dump."""
+    limits = Limits(kv_tokens=8192, block_tokens=16)
     config = engine_config(embedded_model, backend=backend, dtype="bf16", limits=limits)
     never, once = (Served(make_runner(config, dp=0, tp=0, group=None)) for _ in range(2))
-    never.step()
+    before = medians((never, once), rounds)
     once.dump(tmp_path)
-    took: dict[Served, list[float]] = {never: [], once: []}
-    for number in range(STEPS + 10):
-        for served in (never, once) if number % 2 else (once, never):
-            took[served].append(served.step())
-    medians = [statistics.median(seconds[10:]) for seconds in took.values()]
+    after = medians((never, once), rounds)
+    cost = (after[1] / after[0]) / (before[1] / before[0]) - 1
     with capsys.disabled():
-        told = " and ".join(f"{1e3 * median:.3f} ms" for median in medians)
-        print(f"\n{backend}, {STEPS} steps each: never armed and once armed {told}")
-    assert max(medians) <= AHEAD * min(medians)
+        told = [f"{1e3 * median:.3f} ms" for median in before + after]
+        print(
+            f"\n{backend}: neither armed {told[0]}, {told[1]}; one, and over {told[2]}, {told[3]}"
+        )
+        print(f"so a dump that is over costs {100 * cost:+.2f} %")
+    assert abs(cost) <= MOST
