@@ -88,7 +88,6 @@ def as_json(row: Profile) -> dict[str, Any]:
         "note": row.note,
         "actor": row.actor,
         "largest_gap_ms": row.largest_gap_ms,
-        "progress": None,
     }
 
 

@@ -27,6 +27,7 @@ from engine.profiling.spec import CaptureSpec
 from engine.profiling.spec import parse_spec as parse_profile
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
+RESERVED = frozenset({"compare"})  # a page of that name stands beside those of the recordings
 ID_STEM = re.compile(r"[^0-9a-zA-Z]")
 
 
@@ -64,6 +65,8 @@ class Record(Action, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, recording_id=f"{now:%Y%m%d-%H%M%S}-{stem}")
 
     def checked(self) -> Self:
+        if self.recording_id in RESERVED:
+            raise BadField(f"{self.recording_id!r} cannot be an id", param=f"{self.kind}_id")
         self.spec()
         return self
 

@@ -1,7 +1,7 @@
 // Profiles: the library; two chosen profiles are compared.
 //
 // GET /api/profiles?q&state&pinned&offset -> {profiles: [{id, created_at, state, ranks_found, ranks_expected,
-//   missing: [name], steps, bytes, pinned, expired, note, actor, largest_gap_ms, progress}], next}
+//   missing: [name], steps, bytes, pinned, expired, note, actor, largest_gap_ms}], next}
 // state: capturing | merging | ready | partial | failed; expired: its files made room for others
 // PATCH /api/profiles/ID {pinned, note}; DELETE /api/profiles/ID
 

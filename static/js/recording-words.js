@@ -8,9 +8,8 @@ export function ranksInWords({ ranks_found: found, ranks_expected: expected, mis
 }
 
 /** A state with what makes it less than it says. */
-export function stateInWords({ state, progress = null, expired, missing }) {
+export function stateInWords({ state, expired, missing }) {
   if (expired) return `${state}, files deleted`;
-  if (progress !== null) return `${state} ${Math.round(100 * progress)} %`;
   return state === "partial" && missing.length ? `partial, missing ${missing.join(", ")}` : state;
 }
 
