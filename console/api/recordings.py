@@ -21,6 +21,7 @@ from console.fields import read_json
 from console.http import ApiRequest
 from console.models import Dump, Profile
 from console.services import dumps, profiles, recordings
+from console.services.recordings import Row
 from console.worker import this_worker
 from engine.errors import BadRequest, EngineUnreachable, QuarterdeckError
 from engine.messages import GetDumpPointsReqInput
@@ -113,6 +114,14 @@ def _profile_detail(row: Profile) -> dict[str, Any]:
 
 @require_GET
 @requires("view_fleet")
+async def compare_profiles(request: ApiRequest) -> HttpResponse:
+    """``?a=ID&b=ID``: what changed from A to B, per recorded step."""
+    a, b = await _both(request, Profile)
+    return json_answer(await profiles.compare(a, b))
+
+
+@require_GET
+@requires("view_fleet")
 async def profile_lanes(request: ApiRequest, name: str) -> HttpResponse:
     """``?from&to&pixels``; microseconds."""
     ask = request.GET
@@ -165,8 +174,7 @@ async def dump(request: ApiRequest, name: str) -> HttpResponse:
 @require_GET
 @requires("view_fleet")
 async def compare_dumps(request: ApiRequest) -> HttpResponse:
-    a = await in_database(recordings.by_name, Dump, request.GET.get("a", ""))
-    b = await in_database(recordings.by_name, Dump, request.GET.get("b", ""))
+    a, b = await _both(request, Dump)
     return json_answer(await dumps.compare(a, b))
 
 
@@ -195,7 +203,17 @@ def _asked(request: ApiRequest) -> dict[str, Any]:
         "size": PAGE_SIZE,
         "state": ask.get("state", ""),
         "words": ask.get("q", ""),
+        "pinned": ask.get("pinned") == "yes",
     }
+
+
+async def _both(request: ApiRequest, kind: type[Row]) -> tuple[Row, Row]:
+    """The recordings that ``a`` and ``b`` name."""
+    a, b = (request.GET.get(name, "") for name in "ab")
+    return (
+        await in_database(recordings.by_name, kind, a),
+        await in_database(recordings.by_name, kind, b),
+    )
 
 
 async def _changed(request: ApiRequest, row: Profile | Dump) -> bool:

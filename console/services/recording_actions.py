@@ -27,6 +27,7 @@ from engine.profiling.spec import CaptureSpec
 from engine.profiling.spec import parse_spec as parse_profile
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
+RESERVED = frozenset({"compare"})  # a page of that name stands beside those of the recordings
 ID_STEM = re.compile(r"[^0-9a-zA-Z]")
 
 
@@ -64,6 +65,8 @@ class Record(Action, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, recording_id=f"{now:%Y%m%d-%H%M%S}-{stem}")
 
     def checked(self) -> Self:
+        if self.recording_id in RESERVED:
+            raise BadField(f"{self.recording_id!r} cannot be an id", param=f"{self.kind}_id")
         self.spec()
         return self
 
@@ -172,7 +175,7 @@ class DumpTensors(Record, frozen=True, kw_only=True):
 
     def will(self) -> list[str]:
         spec = self.spec()
-        whose = f"requests {', '.join(sorted(spec.rids))}" if spec.rids else "every request"
+        whose = f"requests {', '.join(sorted(spec.rids))}" if spec.rids else "any request"
         return [
             f"Steps that hold {whose} run in the instrumented forward, {spec.max_steps} of them at "
             f"most, for at most {spec.max_seconds:g} s.",

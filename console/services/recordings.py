@@ -97,6 +97,11 @@ def delete(row: Profile | Dump) -> None:
     row.delete()
 
 
+def expired(row: Profile | Dump) -> bool:
+    """Whether its files made room for others."""
+    return row.state != row.State.CAPTURING and not Path(row.directory).is_dir()
+
+
 def files_of(row: Profile | Dump) -> list[Path]:
     """Files of this recording and no other: its id is followed by '-' or '.', or stands in a
     name of the merge."""

@@ -23,7 +23,7 @@ from engine import messages as m
 from engine.config import EngineConfig
 from engine.detokenizer.stops import StopChecker
 from engine.errors import QuarterdeckError
-from engine.model.runner import ModelRunner, make_runner
+from engine.model.runner import ModelRunner, make_runner, warm_up
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.dispatch import detokenizer_of
 from engine.scheduler.control import Place, RankControl, Requests
@@ -307,6 +307,8 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
     group = None if scripted else make_group(config, dp=dp, tp=tp, start=start)
     runner = make_runner(config, dp=dp, tp=tp, group=group, epoch=config.epoch)
     _load_weights(config, runner)
+    if not scripted:
+        warm_up(runner)
     rank: Rank
     if tp == 0:
         rank = Leader(config, runner, dp=dp, start=start)

@@ -18,8 +18,9 @@ export class KeyedRows {
     table.addEventListener("pointerleave", () => { this.pointerInside = false; this.release(); });
   }
 
-  /** Shows `items`; order of known rows never changes. */
+  /** Shows `items`; order of known rows never changes, new ones stand where their item does. */
   show(items) {
+    this.order = items.map(this.keyOf);
     const keys = new Set();
     const fresh = [];
     for (const item of items) {
@@ -47,7 +48,11 @@ export class KeyedRows {
       const row = this.make(item);
       this.update(row, item);
       this.rows.set(this.keyOf(item), row);
-      this.body.append(row);
+    }
+    for (const item of this.held.toReversed()) {
+      const key = this.keyOf(item);
+      const follower = this.order.slice(this.order.indexOf(key) + 1).find((one) => this.rows.get(one)?.isConnected);
+      this.body.insertBefore(this.rows.get(key), this.rows.get(follower) ?? null);
     }
     this.held = [];
     this.more.hidden = true;

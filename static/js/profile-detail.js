@@ -8,14 +8,16 @@ import "./lanes.js";
 import { startActions } from "./action-sheet.js";
 import { get } from "./api.js";
 import { fill, h, setData } from "./dom.js";
-import { bytes, count, percent, when } from "./format.js";
+import { bytes, count, percent, plural, when } from "./format.js";
 import { jobTone, jobsFeed } from "./jobs-feed.js";
 import { micros } from "./lane-math.js";
-import { ranksInWords } from "./profile-words.js";
+import { showPin, startRecordingActions } from "./recording-actions.js";
+import { ranksInWords, stateInWords, toneOf } from "./recording-words.js";
 import { setFacts } from "./sheet.js";
 
 const page = document.getElementById("profile");
 const id = page.dataset.profile;
+let shown = null;
 
 function body(name) {
   return page.querySelector(`#${name} tbody`);
@@ -46,14 +48,29 @@ function drawSummary(summary) {
     cell(rank.straggler_us > 0 ? `${micros(rank.straggler_us)} behind` : "–", "num"))));
 }
 
+/** What the merge made comes first; the ranks' own files are many. */
+function drawFiles(files) {
+  const lines = (some) => some.map((file) => h("li", {}, h("a", { href: file.url, download: true }, file.name), " ", h("span", { class: "faint" }, bytes(file.bytes))));
+  const merged = files.filter(({ name }) => /^(merged|summary)-/.test(name));
+  const parts = files.filter((file) => !merged.includes(file));
+  page.querySelector("[data-files]").replaceChildren(...lines(merged));
+  page.querySelector("[data-parts]").replaceChildren(...lines(parts));
+  page.querySelector("details.files").hidden = !parts.length;
+  fill(page, { parts: `${plural(parts.length, "file")} of the ranks, ${bytes(parts.reduce((sum, file) => sum + file.bytes, 0))}` });
+}
+
 function draw({ profile, summary }) {
-  fill(page, { state: profile.state, ranks: ranksInWords(profile) });
-  setData(page.querySelector(".job-state .dot"), "tone", profile.state === "ready" ? "ok" : profile.state === "partial" ? "warn" : jobTone(profile.state));
+  shown = profile;
+  showPin(document.getElementById("recording-actions"), profile);
+  const warning = profile.expired ? "Its files made room for others in the disk quota. A pin keeps them." : ["partial", "failed"].includes(profile.state) ? profile.message : "";
+  fill(page, { state: stateInWords({ ...profile, missing: [] }), ranks: ranksInWords(profile), warning });
+  document.getElementById("profile-warning").hidden = !warning;
+  setData(page.querySelector(".job-state .dot"), "tone", toneOf(profile.state));
   setFacts(page.querySelector("dl.facts"), [
     ["Taken", when(profile.created_at)], ["By", profile.actor], ["Reason", profile.reason], ["Steps", count(profile.steps)], ["Size", bytes(profile.bytes)],
     ["Largest token gap it caused", profile.largest_gap_ms === null ? null : `${Math.round(profile.largest_gap_ms)} ms`], ["Clocks aligned by", profile.clock_method], ["Note", profile.note],
   ]);
-  page.querySelector("[data-files]").replaceChildren(...profile.files.map((file) => h("li", {}, h("a", { href: file.url, download: true }, file.name), " ", h("span", { class: "faint" }, bytes(file.bytes)))));
+  drawFiles(profile.files);
   const viewer = page.querySelector("[data-viewer]");
   viewer.hidden = !profile.viewer_url;
   viewer.href = profile.viewer_url ?? "";
@@ -71,9 +88,14 @@ async function refresh() {
     problem.hidden = false;
     fill(problem, { text: error.message });
   }
+  page.querySelector(".loading").hidden = true;
 }
 
 jobsFeed.watch();
 jobsFeed.addEventListener("job", ({ detail: job }) => ["profile", "merge_profile", "stop_profile"].includes(job.kind) && refresh());
 startActions();
+startRecordingActions(() => shown, "profile", (profile) => {
+  shown = { ...shown, ...profile };
+  showPin(document.getElementById("recording-actions"), shown);
+});
 refresh();

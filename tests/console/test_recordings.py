@@ -92,6 +92,12 @@ def test_sglang_spells_numbers_as_strings_and_needs_a_number_of_steps_by_stage()
     assert ProfileAction.read({}).checked().spec().max_seconds == 60
 
 
+@pytest.mark.parametrize("action", [ProfileAction, DumpTensors])
+def test_a_recording_cannot_hide_behind_a_page(action):
+    with pytest.raises(BadRequest, match="cannot be an id"):
+        action.read({"recording_id": "compare", "layers": "0"}).checked()
+
+
 def test_a_dump_takes_lists_and_texts():
     spec = DumpTensors.read(
         {"modules": "model.*, lm_head", "ranks": "all", "rids": "a,b", "kinds": ["outputs"]}

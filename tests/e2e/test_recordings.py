@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 import time
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import messages as m
 from engine.dumps.compare import compare
@@ -78,6 +81,7 @@ async def test_recordings_of_a_serving_engine(config, home):
         await two_captures_in_one_folder_do_not_mix(tree, home / "profiles")
         await a_capture_ends_by_itself_when_nothing_runs(tree, home / "idle")
         await a_dump_of_one_request_among_eight_holds_only_its_rows(tree, config, home / "dumps")
+        await two_weight_epochs_differ_from_the_first_changed_module(tree, config, home)
         await what_cannot_be_recorded_is_refused_and_serving_goes_on(tree, home / "refused")
         await a_full_disk_fails_the_dump_and_nothing_else(tree, home / "full")
 
@@ -167,6 +171,39 @@ async def a_dump_of_one_request_among_eight_holds_only_its_rows(tree, config, di
     for (name, kind), tensor in found.items():
         truth = inside[name, kind]
         assert torch.allclose(tensor, truth, atol=ATOL, rtol=1e-3), (name, kind)
+
+
+async def two_weight_epochs_differ_from_the_first_changed_module(tree, config, home):
+    """An update that changes one module of the second layer, and nothing before it."""
+    changed = "model.layers.1.self_attn.o_proj"
+    path = changed_checkpoint(config, home / "models" / "changed", f"{changed}.weight")
+    directory, client = home / "epochs", tree.clients[0]
+    for name in ("before", "after"):
+        asked = {"kinds": ["output", "weight", "logits"], "rids": [name], "max_steps": 100}
+        assert (await start_dump(tree, name, directory, **asked)).success
+        await generate(client, name, "one prompt, two epochs", tokens=1, dp_rank=0)
+        assert (await wait_for(tree, "dump", name)).success
+        if name == "before":
+            assert (await call(tree, m.UpdateWeightFromDiskReqInput, model_path=path)).success
+    found = compare(read_dump(directory, "before"), read_dump(directory, "after"))
+    first = found.first_divergence
+    assert first is not None and (first.name, first.kind) == (changed, "weight"), found.label
+    assert first.epochs == (1, 2)
+    at = found.pairs.index(first)
+    assert at > 20 and all(pair.equal for pair in found.pairs[:at])
+    after = {pair.name for pair in found.pairs[at:] if pair.kind == "output" and pair.diverges}
+    assert {changed, "model.layers.1.self_attn", "model.layers.1", "model.norm"} <= after
+    assert found.pairs[-1].kind == "logits" and found.pairs[-1].diverges
+    assert not found.problems and not found.only_in_a and not found.only_in_b
+
+
+def changed_checkpoint(config, path: Path, name: str) -> str:
+    """The served model with one weight scaled."""
+    shutil.copytree(config.model_path, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
 
 
 async def what_cannot_be_recorded_is_refused_and_serving_goes_on(tree, directory):
