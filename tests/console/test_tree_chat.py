@@ -85,6 +85,8 @@ def test_50_chats_over_two_workers_are_exact(tree):
         with tree.socket("/ws/chat/") as socket:
             start(socket, text=f"question {at % 5}")
             frames = hear(socket)
+        assert frames[-1]["finish"]["type"] == "length"
+        assert frames[-1]["text_length"] == len(text_of(frames))
         return text_of(frames), frames[-1]["worker"]
 
     with ThreadPoolExecutor(16) as pool:
