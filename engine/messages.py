@@ -955,7 +955,7 @@ def no_input_logprobs(asked: LogprobParams) -> InputLogprobs:
     return InputLogprobs(ids=[], values=[], **_no_candidates(asked))
 
 
-def _no_candidates(asked: LogprobParams) -> dict[str, TopLogprobs]:
+def _no_candidates(asked: LogprobParams) -> dict[str, Any]:
     wanted = {"top": asked.top_num > 0, "token_ids": asked.token_ids is not None}
     return {name: TopLogprobs(ids=[], values=[]) for name, wants in wanted.items() if wants}
 
