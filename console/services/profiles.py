@@ -100,7 +100,8 @@ def as_detail(row: Profile) -> dict[str, Any]:
         **as_json(row),
         "reason": row.reason,
         "message": row.message,
-        "ranks": [_rank(name, said, clock) for name, said in row.ranks.items()],
+        "ranks": [_rank(name, said, clock) for name, said in row.ranks.items()]
+        or _under_way(row, files),
         "files": [
             {"name": path.name, "bytes": path.stat().st_size, "url": f"{base}/{path.name}"}
             for path in files
@@ -130,6 +131,34 @@ def _rank(name: str, said: dict[str, Any], clock: dict[str, Any]) -> dict[str, A
         "offset_us": 0 if known and within_ns is not None else None,
         "uncertainty_us": within_ns / 1e3 if known and within_ns is not None else None,
     }
+
+
+class _Manifest(msgspec.Struct):
+    """Of a rank's manifest, what says that it has written everything."""
+
+    complete: bool = False
+
+
+def _under_way(row: Profile, files: list[Path]) -> list[dict[str, Any]]:
+    """What each rank has written so far."""
+    names = row.job.result.get("ranks", []) if row.job is not None else []
+    return [_writing(name, files, f"{row.recording_id}-{name}") for name in names]
+
+
+def _writing(name: str, files: list[Path], stem: str) -> dict[str, Any]:
+    dp, tp = place_of(name)
+    own = [path for path in files if path.name.startswith(stem)]
+    manifests = [path for path in own if path.name == f"{stem}.manifest.json"]
+    is_over = any(
+        msgspec.json.decode(path.read_bytes(), type=_Manifest).complete for path in manifests
+    )
+    segments = len(own) - len(manifests)
+    return {
+        "dp": dp, "tp": tp, "state": "done" if is_over else "running",
+        "message": f"{segments} segments written", "events": None,
+        "bytes": sum(path.stat().st_size for path in own),
+        "offset_us": None, "uncertainty_us": None,
+    }  # fmt: skip
 
 
 def summary_of(row: Profile) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 // One profile: ranks, summary, lanes, files.
 //
-// GET /api/profiles/ID -> {profile: as in profiles.js plus {reason, ranks: [{dp, tp, state, message, events, bytes,
+// GET /api/profiles/ID -> {profile: as in profiles.js plus {reason, ranks: [{dp, tp, state, message, events (null while it records), bytes,
 //   offset_us, uncertainty_us}], files: [{name, bytes, url}], viewer_url, clock_method},
 //   summary: null or {top_ops: [{name, count, total_us, share}], ranks: [{name, busy, communication, idle, straggler_us}]}}
 
@@ -17,7 +17,9 @@ import { setFacts } from "./sheet.js";
 
 const page = document.getElementById("profile");
 const id = page.dataset.profile;
+const CAPTURING_MS = 1000; // between two looks at what the ranks have written
 let shown = null;
+let again = 0;
 
 function body(name) {
   return page.querySelector(`#${name} tbody`);
@@ -32,7 +34,7 @@ function drawRanks(ranks) {
     const state = h("span", { class: "state" }, h("span", { class: "dot" }), rank.state);
     setData(state.firstChild, "tone", jobTone(rank.state));
     const clock = rank.offset_us === null ? "not aligned" : `${micros(Math.abs(rank.offset_us))} ± ${micros(rank.uncertainty_us)}`;
-    return h("tr", {}, cell(`dp${rank.dp} · tp${rank.tp}`), h("td", {}, state), cell(count(rank.events), "num"), cell(bytes(rank.bytes), "num"), cell(clock, "num"), cell(rank.message, "dim"));
+    return h("tr", {}, cell(`dp${rank.dp} · tp${rank.tp}`), h("td", {}, state), cell(rank.events === null ? "–" : count(rank.events), "num"), cell(bytes(rank.bytes), "num"), cell(clock, "num"), cell(rank.message, "dim"));
   }));
 }
 
@@ -84,6 +86,8 @@ async function refresh() {
     draw(await get(`/api/profiles/${id}`));
     problem.hidden = true;
     page.querySelector(".loaded").hidden = false;
+    clearTimeout(again);
+    if (shown.state === "capturing") again = setTimeout(refresh, CAPTURING_MS);
   } catch (error) {
     problem.hidden = false;
     fill(problem, { text: error.message });

@@ -89,6 +89,19 @@ def test_profiles_are_taken_merged_opened_in_the_viewer_and_compared(page, serve
     expect(page.locator("body")).to_contain_text("(1/")  # one of several threads
 
 
+def test_while_a_profile_is_taken_each_rank_tells_what_it_has_written(page, served, load):
+    begun = served.post("/start_profile", {"profile_id": "long", "max_seconds": 30})
+    assert begun.status_code == 200, begun.text
+    page.goto(f"{served.url}/profiles/long/")
+    ranks = page.locator("#profile-ranks tbody tr")
+    expect(ranks).to_have_count(2)
+    for rank in (ranks.first, ranks.last):
+        expect(rank).to_contain_text(re.compile("running.*aligned[1-9][0-9]* segments written"))
+    assert served.post("/stop_profile", {"profile_id": "long"}).status_code == 200
+    for rank in (ranks.first, ranks.last):
+        expect(rank).to_contain_text(re.compile("done.*stopped by"), timeout=READY_MS)
+
+
 def test_points_are_chosen_in_a_tree_that_counts_and_a_bad_glob_is_told_at_the_field(page, served):
     page.goto(f"{served.url}/dumps/")
     page.get_by_role("button", name="Arm dump").click()
