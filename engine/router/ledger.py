@@ -6,6 +6,7 @@ reads it back, so an epoch number is never used twice.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -18,6 +19,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.router.weights import Ledger
 from engine.weights.checkpoint import problem_with
+
+log = logging.getLogger(__name__)
 
 KEEP_SPOOLS = 3  # newest epochs whose received weights stay on disk, for restarts and roll-backs
 STALE_SPOOL_S = 3600.0  # a file that no epoch names and that is older was left by a dead process
@@ -36,6 +39,9 @@ def load_ledger(config: EngineConfig) -> Ledger:
         ledger = Ledger()
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is damaged ({error}); move it away to start afresh") from error
+    else:
+        if problem := ledger.problem():
+            raise ConfigError(f"{path} is damaged ({problem}); move it away to start afresh")
     if ledger.model_path != config.model_path:
         ledger = ledger.for_model(config.model_path)
 
@@ -56,6 +62,28 @@ def save_ledger(config: EngineConfig, ledger: Ledger) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+class LedgerFile:
+    """The ledger on disk, also while the disk takes nothing."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.unsaved = ""  # why the newest ledger is not on disk
+
+    def write(self, ledger: Ledger) -> None:
+        """On disk when it returns; else OSError."""
+        save_ledger(self._config, ledger)
+        self.unsaved = ""
+
+    def keep(self, ledger: Ledger) -> None:
+        """On disk, or else ``unsaved``: what it tells has happened, and is written when it can."""
+        try:
+            self.write(ledger)
+        except OSError as error:
+            if not self.unsaved:
+                log.warning("%s is not saved: %s", ledger_path(self._config), error)
+            self.unsaved = str(error)
 
 
 class Spool:
