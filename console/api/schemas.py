@@ -280,7 +280,7 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class DetokenizeBody(Struct, kw_only=True):
-    tokens: list[Int]
+    tokens: Annotated[list[Int], Meta(max_length=2**18)]
     model: str = "default"
     skip_special_tokens: bool = True
 

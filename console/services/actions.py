@@ -329,7 +329,7 @@ def parse_groups(target: str | int | list[int] | None) -> list[int] | None:
     words = target.replace(",", " ").split()
     if not words or words == ["all"]:
         return None
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
         raise BadField(f"target must name dp groups, for example 0,2; got {target!r}",
                        param="target")  # fmt: skip
     return [int(word) for word in words]

@@ -52,6 +52,6 @@ def parse_route(route: str) -> tuple[str, int | None]:
         return "", None
     if kind == "worker" and name:
         return name, None
-    if kind == "rank" and name.isdecimal():
+    if kind == "rank" and name.isdecimal() and len(name) < 10:
         return "", int(name)
     raise BadRequest(f"route must be auto, worker:ID or rank:DP, got {route!r}")
