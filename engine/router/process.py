@@ -59,16 +59,19 @@ class Outbox:
         self.dropped = 0
 
     def send(self, inbox: str, message: msgspec.Struct) -> None:
-        waiting = self._waiting.get(inbox)
-        if waiting:
+        waiting, socket = self._waiting.get(inbox), self._socket(inbox)
+        if socket is None:
+            self.dropped += 1
+        elif waiting:
             waiting.append(message)
-        elif not self._socket(inbox).send(message):
+        elif not socket.send(message):
             self._waiting[inbox] = deque([message])
 
     def send_if_free(self, inbox: str, message: msgspec.Struct) -> None:
         """For news that the next one replaces."""
-        if not self._waiting.get(inbox):
-            self._socket(inbox).send(message)
+        socket = self._socket(inbox)
+        if socket is not None and not self._waiting.get(inbox):
+            socket.send(message)
 
     def retry(self) -> None:
         for inbox, waiting in list(self._waiting.items()):
@@ -86,9 +89,13 @@ class Outbox:
         if socket:
             socket.close()
 
-    def _socket(self, inbox: str) -> PushSocket:
+    def _socket(self, inbox: str) -> PushSocket | None:
+        """None for what can be nobody's address."""
         if inbox not in self._sockets:
-            self._sockets[inbox] = PushSocket(inbox)
+            try:
+                self._sockets[inbox] = PushSocket(inbox)
+            except (ValueError, OSError):
+                return None
         return self._sockets[inbox]
 
 
