@@ -355,6 +355,7 @@ def run(config: EngineConfig) -> int:
     die_with_parent("engine")
     set_up_logging("engine")
     stop = StopFlag()
+    load_ledger(config)  # a damaged one stops the start with its sentence
     run_dir, _lock_file = make_run_dir()
     launcher = Launcher(msgspec.structs.replace(config, run_dir=str(run_dir), generation=1), stop)
     try:

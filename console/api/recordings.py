@@ -14,10 +14,9 @@ from django.views.decorators.http import require_GET, require_http_methods
 from console.access import requires
 from console.api import files
 from console.api.answers import json_answer
-from console.api.console import number_of
 from console.api.control import answer, given_fields, refusal, start
 from console.database import in_database
-from console.fields import read_json
+from console.fields import read_json, read_number
 from console.http import ApiRequest
 from console.models import Dump, Profile
 from console.services import dumps, profiles, recordings
@@ -131,7 +130,7 @@ async def profile_lanes(request: ApiRequest, name: str) -> HttpResponse:
             row,
             begin_us=_time(ask.get("from")),
             end_us=_time(ask.get("to")),
-            pixels=min(max(1, number_of("pixels", ask.get("pixels", "1000"))), MAX_PIXELS),
+            pixels=min(max(1, read_number("pixels", ask.get("pixels", "1000"))), MAX_PIXELS),
         )
     )
     return json_answer(found)
@@ -199,7 +198,7 @@ async def dump_file(request: ApiRequest, name: str, file: str) -> HttpResponseBa
 def _asked(request: ApiRequest) -> dict[str, Any]:
     ask = request.GET
     return {
-        "offset": number_of("offset", ask.get("offset", "0")),
+        "offset": read_number("offset", ask.get("offset", "0")),
         "size": PAGE_SIZE,
         "state": ask.get("state", ""),
         "words": ask.get("q", ""),

@@ -80,6 +80,10 @@ class RequestDesk:
         if not groups or (message.dp_rank is not None and message.dp_rank not in groups):
             return _refusal(503, "engine_restarting", "no rank can take the request now", 2)
         limits, live = self._config.limits, len(self._registry.entries)
+        most = self._config.dp * limits.max_running + limits.max_waiting
+        if len(message.rids) > most:
+            text = f"{len(message.rids)} requests at once; this engine holds {most} at most"
+            return _refusal(400, "invalid_request_error", text)
         if live + len(message.rids) > len(groups) * limits.max_running + limits.max_waiting:
             return _refusal(503, "overloaded", f"{live} requests are open, that is the limit", 1)
         return None

@@ -210,8 +210,14 @@ async def test_a_foreign_page_cannot_use_the_victims_cookie(path, sign_in):
     cookie = await cookie_for(sign_in, "operator")
     assert await outcome(path, cookie, (b"origin", b"http://evil.example")) == "refused"
     assert await outcome(path, cookie, (b"origin", b"http://localhost:9999")) == "refused"
+    assert await outcome(path, cookie, (b"origin", b"http://[")) == "refused"
     assert await outcome(path, cookie) == "4401"
     assert await outcome(path, cookie, OURS) == "open"
+
+
+async def test_a_cookie_of_somebody_else_does_not_spoil_ours(sign_in):
+    name, value = await cookie_for(sign_in, "operator")
+    assert await outcome("/ws/fleet/", (name, b"a,b=1; " + value), OURS) == "open"
 
 
 async def test_a_rebound_host_name_is_refused(sign_in):

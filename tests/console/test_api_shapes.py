@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from typing import get_args
 
+import msgspec
 import pytest
 from django.test import RequestFactory
 
-from console.api import meta, native, sse
+from console.api import control, meta, native, recordings, sse, weights
 from console.api.errors import NotSupported, error_body
 from console.api.expand import expand
-from console.api.schemas import ChatCompletionBody, CompletionBody, GenerateBody, decode
-from console.fields import BadField
+from console.api.schemas import (
+    ChatCompletionBody,
+    CompletionBody,
+    ConversationBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+    decode,
+)
+from console.consumers.chat import ChatConsumer
+from console.consumers.jobs import JobsConsumer
+from console.fields import BadField, read_json
+from console.services.catalogue import ACTIONS
 from engine.errors import BadRequest, Overloaded
 from engine.messages import EpochLabel, Finish, Hidden, OutputLogprobs, StrRow, TopLogprobs
 
@@ -54,6 +67,57 @@ def test_a_wrong_field_is_named(kind, raw, param):
         body(kind, raw)
     assert refusal.value.param == param
     assert param in refusal.value.message
+
+
+BODIES = (
+    ChatCompletionBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody,
+    ConversationBody, control.AbortBody, recordings.ChangeBody, weights.NameBody,
+    *ACTIONS.values(),
+    *(frame for socket in (ChatConsumer, JobsConsumer) for frame in get_args(socket.frame_types)),
+)  # fmt: skip
+
+
+def unbounded(kind: msgspec.inspect.Type, place: str) -> list[str]:
+    """Numbers in ``kind`` that have no upper or no lower bound."""
+    if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        low = kind.ge is not None or kind.gt is not None
+        high = kind.le is not None or kind.lt is not None
+        return [] if low and high else [place]
+    inside: list[tuple[msgspec.inspect.Type, str]] = []
+    for name in ("types", "item_types"):
+        inside += [(part, place) for part in getattr(kind, name, ())]
+    for name in ("item_type", "key_type", "value_type"):
+        inside += [(getattr(kind, name), place)] if hasattr(kind, name) else []
+    inside += [(field.type, f"{place}.{field.name}") for field in getattr(kind, "fields", ())]
+    return [found for part, where in inside for found in unbounded(part, where)]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_every_number_that_comes_from_outside_has_bounds(kind):
+    """One that fits no message, column or JSON is refused by name and is no internal error."""
+    assert unbounded(msgspec.inspect.type_info(kind), kind.__name__) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        (GenerateBody, '{"text": "x", "sampling_params": {"sampling_seed": 99999999999999999999}}'),
+        (GenerateBody, '{"text": "x", "sampling_params": {"temperature": "inf"}}'),
+        (GenerateBody, '{"text": "x", "sampling_params": {"logit_bias": {"1": "nan"}}}'),
+        (CompletionBody, '{"prompt": "x", "seed": "99999999999999999999"}'),
+    ],
+)
+def test_a_number_out_of_range_is_refused(kind, raw):
+    with pytest.raises(BadRequest):
+        body(kind, raw)
+
+
+@pytest.mark.parametrize("raw", ["[" * 5000, '{"a":' * 5000 + "1" + "}" * 5000])
+def test_a_body_that_nests_too_deeply_is_refused(raw):
+    with pytest.raises(BadRequest):
+        body(GenerateBody, raw)
+    with pytest.raises(BadRequest):
+        read_json(raw.encode(), dict)
 
 
 @pytest.mark.parametrize("raw", ["{", "\x00", '{"messages": [}', "nope"])

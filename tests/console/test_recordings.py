@@ -135,6 +135,19 @@ def test_a_pin_keeps_the_files_from_the_quota_and_from_deletion(home):
     assert not directory.exists() and not Profile.objects.exists()
 
 
+@pytest.mark.parametrize("output_dir", [".", "shared", "shared/below"])
+def test_deleting_a_recording_that_is_named_like_its_folder_leaves_the_others(home, output_dir):
+    name = "profiles" if output_dir == "." else "shared"
+    (home / "profiles" / output_dir).mkdir(parents=True)
+    other = home / "profiles" / output_dir / "p2-dp0-tp0.trace.json.gz"
+    other.touch()
+    job_of(ProfileAction(recording_id="p2", output_dir=output_dir))
+    place = output_dir.partition("/")[0]
+    end(job_of(ProfileAction(recording_id=name, output_dir=place)), Job.State.DONE, recorded={})
+    recordings.delete(Profile.objects.get(recording_id=name))
+    assert other.exists()
+
+
 def test_deleting_one_of_two_in_a_folder_leaves_the_other(home):
     directory = home / "dumps" / "both"
     directory.mkdir(parents=True)
@@ -155,6 +168,7 @@ def test_deleting_one_of_two_in_a_folder_leaves_the_other(home):
         ("bytes=-10", 206, "bytes 999990-999999/1000000"),
         ("bytes=5-5000000", 206, "bytes 5-999999/1000000"),
         ("bytes=0-1,5-6", 200, None),
+        ("bytes=0-" + "9" * 5000, 200, None),
         ("bytes=1000000-", 416, "bytes */1000000"),
     ],
 )

@@ -102,7 +102,16 @@ async def test_a_revoked_key_closes_its_sockets(make_key, hints):
 
 @pytest.mark.parametrize(
     "frame",
-    ["not json", "[]", '{"type": "dance"}', '{"type": "start"}', '{"type": "stop", "stream": 3}'],
+    [
+        "not json",
+        "[]",
+        '{"type": "dance"}',
+        '{"type": "start"}',
+        '{"type": "stop", "stream": 3}',
+        '{"type": "stop", "x":' + "[" * 5000,
+        '{"type": "stop", "stream": "\\ud800"}',
+        '{"type": "resume", "stream": "s", "next": 99999999999999999999}',
+    ],
 )
 async def test_a_bad_frame_is_answered_and_the_socket_stays(frame, sign_in):
     socket = await open_socket("/ws/chat/", OURS, await cookie_for(sign_in, "operator"))

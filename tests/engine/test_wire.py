@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from engine import messages as m
+from engine.router.process import Outbox
 from engine.wire import (
     INBOX_FRAMES,
     MESSAGES,
@@ -208,6 +209,17 @@ def test_an_inbox_that_no_socket_can_reach_takes_nothing_and_is_named_once(inbox
         assert mapping.send(inbox, row()) is False
     assert len(mapping) == 0
     assert caplog.text.count("cannot reach inbox") == 1
+
+
+@pytest.mark.parametrize("inbox", ["", "/etc/passwd", "tcp://127.0.0.1:1", "ipc://"])
+def test_the_router_drops_an_answer_for_what_is_no_address(inbox):
+    """A request that names such an inbox ended the router while it was refused."""
+    outbox = Outbox()
+    message = m.Rejoin(inbox=inbox, reason="x")
+    outbox.send(inbox, message)
+    outbox.send_if_free(inbox, message)
+    outbox.retry()
+    assert outbox.dropped == 1
 
 
 def test_a_worker_that_stops_reading_is_seen_after_few_frames(address):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from engine.messages import (
     BeginWeightUpdateReqInput,
     CommitWeights,
+    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     PauseGenerationReqInput,
     PrepareWeights,
@@ -157,7 +160,53 @@ def test_a_group_that_is_down_refuses_an_update_at_once(rig):
     assert rig.session is None
 
 
+# --------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def full_disk(rig):
+    """``engine/state.json`` cannot be written."""
+    engine = Path(rig.config.home) / "engine"
+    engine.mkdir(exist_ok=True)
+    blocker = engine / "state.new"
+    blocker.mkdir()
+    yield blocker
+
+
+def test_an_update_on_a_full_disk_is_refused_before_any_rank_commits(rig, full_disk):
+    outcome = rig.call(DISK, model_path=rig.checkpoint(1))
+    assert (outcome.status_code, outcome.err_type) == (507, "no_space")
+    assert rig.session is None and rig.epochs() == {1}
+    assert (rig.state.control, rig.holding) == ("running", False)
+    full_disk.rmdir()
+    assert rig.call(DISK, model_path=rig.checkpoint(1)).success
+
+
+def test_pause_and_continue_work_on_a_full_disk_and_are_written_when_it_has_room(rig, full_disk):
+    assert rig.call(PauseGenerationReqInput).success
+    assert rig.state.control == "paused" and rig.ledger_file.unsaved
+    assert rig.call(ContinueGenerationReqInput).success
+    assert (rig.state.control, rig.holding) == ("running", False)
+    assert rig.call(PauseGenerationReqInput).success
+    full_disk.rmdir()
+    rig.save_ledger()
+    assert not rig.ledger_file.unsaved and load_ledger(rig.config).pause is not None
+
+
 # --------------------------------------------------------------------------- restarts
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("epochs", {}, "no record of epoch 2"), ("next_epoch", 2, "would be used again"),
+     ("groups", {"1": 9}, "no record of epoch 9"), ("committed", "x", "damaged")],
+)  # fmt: skip
+def test_a_damaged_ledger_stops_the_start_and_never_serves_the_start_model(rig, field, value, said):
+    rig.call(DISK, model_path=rig.checkpoint(1))
+    path = Path(rig.config.home) / "engine" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=said):
+        load_ledger(rig.config)
 
 
 def test_a_restarted_engine_serves_the_last_committed_weights(rig):
