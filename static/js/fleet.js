@@ -8,7 +8,7 @@ import { feed } from "./feed.js";
 import { ageOf, byId, isLoaded, toneOf, totals } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
-import { SampleWindow, StepTimes, newEpochs, sampleOf } from "./series.js";
+import { SampleWindow, epochMarks } from "./series.js";
 import { facts, onSheetClose, openSheet, setFacts } from "./sheet.js";
 
 const SHOW_AGE_S = 2;
@@ -18,10 +18,7 @@ const SPARK_SLOTS = 60;
 const page = document.getElementById("fleet");
 const grid = document.getElementById("ranks");
 const samples = new SampleWindow();
-const steps = new StepTimes();
-const marks = [];
 const cards = new Map();
-let previous = null;
 let openDetail = null; // redraws the open sheet
 
 const nowS = () => Date.now() / 1000;
@@ -188,7 +185,7 @@ function workerFacts(worker) {
 
 // -- charts --
 
-const charts = ["speed", "requests", "kv", "step"].map((name) => document.getElementById(`chart-${name}`));
+const charts = ["speed", "ttft", "itl", "requests", "kv", "step"].map((name) => document.getElementById(`chart-${name}`));
 let groupsCharted = "";
 
 function defineCharts(snapshot) {
@@ -196,24 +193,28 @@ function defineCharts(snapshot) {
   if (groups.join() === groupsCharted) return;
   groupsCharted = groups.join();
   const perGroup = (what) => groups.map((dp, place) => ({ name: `${what}.dp${dp}`, label: `dp${dp}`, colour: `chart-${1 + (place % 4)}`, dashed: place >= 4 }));
-  const [speed, requests, kv, step] = charts;
+  const [speed, ttft, itl, requests, kv, step] = charts;
+  const spread = (what, high) => [
+    { name: `${what}.p50`, label: "p50", colour: "chart-1" },
+    { name: `${what}.${high}`, label: high, colour: "chart-1", bandTo: `${what}.p50` },
+  ];
   const total = groups.length > 1 ? [{ name: "speed", label: "all", colour: "text-2", dashed: true }] : [];
-  speed.define({ series: [...perGroup("speed"), ...total], window: samples, marks, floor: 10 });
-  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, marks, floor: 4 });
-  kv.define({ series: perGroup("kv"), window: samples, marks, max: 100 });
-  step.define({ series: [{ name: "step.p99", label: "p99", colour: "chart-1", bandTo: "step.p50" }, { name: "step.p50", label: "p50", colour: "chart-1" }], window: samples, marks, floor: 10 });
+  speed.define({ series: [...perGroup("speed"), ...total], window: samples, floor: 10 });
+  ttft.define({ series: spread("ttft", "p95"), window: samples, floor: 10 });
+  itl.define({ series: spread("itl", "p95"), window: samples, floor: 10 });
+  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, floor: 4 });
+  kv.define({ series: perGroup("kv"), window: samples, max: 100 });
+  step.define({ series: spread("step", "p99"), window: samples, floor: 10 });
 }
 
-function sample(snapshot) {
-  marks.push(...newEpochs(previous, snapshot));
-  previous = snapshot;
-  samples.push(snapshot.at, { ...sampleOf(snapshot), ...steps.push(snapshot) });
-}
-
+/** What this page did not see: before it opened, and while the connection was lost. */
 async function loadHistory() {
-  if (!page.dataset.historyUrl) return;
-  const { snapshots } = await get(page.dataset.historyUrl);
-  for (const snapshot of snapshots) sample(snapshot);
+  try {
+    samples.load(await get(page.dataset.historyUrl));
+    fill(page, { "chart-note": "" });
+  } catch (error) {
+    fill(page, { "chart-note": `What was before is not shown: ${error.message}` });
+  }
 }
 
 // -- drive --
@@ -221,7 +222,7 @@ async function loadHistory() {
 function draw() {
   const { snapshot } = feed;
   if (!snapshot) return;
-  sample(snapshot);
+  samples.push(snapshot.at, snapshot.sample);
   if (document.hidden) return;
   drawEngine(snapshot);
   drawRanks(snapshot);
@@ -229,13 +230,19 @@ function draw() {
   drawSparks();
   drawAges();
   defineCharts(snapshot);
-  for (const chart of charts) chart.refresh();
+  const marks = epochMarks(samples, snapshot.epochs);
+  for (const chart of charts) chart.refresh(marks);
   openDetail?.();
 }
 
 await loadHistory();
 feed.addEventListener("change", draw);
-document.addEventListener("visibilitychange", () => document.hidden || draw());
+feed.addEventListener("connection", () => feed.connection.name === "open" && loadHistory());
+document.addEventListener("visibilitychange", async () => {
+  if (document.hidden) return;
+  await loadHistory(); // a hidden page hears less
+  draw();
+});
 document.addEventListener("qd-theme", () => drawSparks());
 setInterval(() => document.hidden || drawAges(), 1000);
 draw();
