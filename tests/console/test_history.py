@@ -69,9 +69,10 @@ def test_a_rank_that_restarts_counts_from_its_own_beginning():
 
 def test_silence_is_a_gap_and_a_rank_that_loads_says_nothing():
     history = FleetHistory()
-    history.put(picture(0.0, rank()))
+    now = time.time()
+    history.put(picture(now - 1, rank()))
     history.put(unreachable("no heartbeat"))
-    history.put(picture(2.0, rank(seen_at=0.0, epoch=0)))
+    history.put(picture(now + 1, rank(seen_at=0.0, epoch=0)))
     columns = history.as_columns()["columns"]
     assert columns["speed"] == [30.0, None, 30.0]
     assert columns["epoch.dp0"] == [1, None, None]
