@@ -27,9 +27,13 @@ function drawTruth(box, truth, age) {
 
 function drawBar(bar, said) {
   bar.hidden = !said;
+  if (!said) delete bar.dataset.what;
   if (!said) return;
   if (bar.dataset.text === said.text) return;
   setData(bar, "tone", said.tone);
+  const what = said.text.replace(/\d+/g, ""); // seconds that pass are shown and not read out again
+  bar.setAttribute("aria-live", bar.dataset.what === what ? "off" : "polite");
+  bar.dataset.what = what;
   bar.dataset.text = said.text;
   bar.replaceChildren(icon(said.tone === "info" ? "info" : said.tone), h("span", {}, said.text));
 }
