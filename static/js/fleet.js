@@ -5,7 +5,7 @@ import { drawSpark } from "./charts.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, icon, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { ageOf, byId, isLoaded, toneOf, totals } from "./fleet-state.js";
+import { ageOf, byId, isLoaded, toneOf, totals, versionLine } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
 import { SampleWindow, epochMarks } from "./series.js";
@@ -14,11 +14,13 @@ import { facts, onSheetClose, openSheet, setFacts } from "./sheet.js";
 const SHOW_AGE_S = 2;
 const STALE_S = 10;
 const SPARK_SLOTS = 60;
+const LEFT_S = 15;
 
 const page = document.getElementById("fleet");
 const grid = document.getElementById("ranks");
 const samples = new SampleWindow();
 const cards = new Map();
+let previous = null;
 let openDetail = null; // redraws the open sheet
 
 const nowS = () => Date.now() / 1000;
@@ -30,7 +32,7 @@ const versionOf = (view) => (view.weight_version ? `${view.weight_version} · ${
 function drawEngine({ engine, ranks }) {
   const sum = totals(ranks);
   fill(document.getElementById("engine-stats"), {
-    model: engine.model.split("/").at(-1) || "–", version: engine.epoch === null ? "mixed" : versionOf(engine), speed: rate(sum.tokens_per_s),
+    model: engine.model.split("/").at(-1) || "–", version: versionLine({ engine, ranks }), speed: rate(sum.tokens_per_s),
     running: count(sum.running), waiting: count(sum.waiting), kv: percent(sum.kv_used / sum.kv_total),
   });
 }
@@ -66,7 +68,7 @@ function drawRank(rank) {
   fill(card, {
     state: rank.state, name: `dp${rank.dp} · tp${rank.tp}`, version: isLoaded(rank) ? versionOf(rank) : "no weights yet", speed: rate(rank.tokens_per_s),
     running: count(rank.running), waiting: count(rank.waiting), step: rank.step_s ? `step ${duration(rank.step_s)}` : "",
-    kv: `KV ${count(rank.kv_used)} of ${count(rank.kv_total)} tokens`, "kv-share": percent(share),
+    kv: rank.kv_total ? `KV ${count(rank.kv_used)} of ${count(rank.kv_total)} tokens` : "KV –", "kv-share": rank.kv_total ? percent(share) : "",
   });
   const meter = card.querySelector(".meter");
   meter.firstElementChild.style.width = `${Math.min(100, share * 100)}%`;
@@ -87,9 +89,9 @@ function drawAges() {
     const age = ageOf(rank.seen_at, feed.state, nowS());
     if (!card) continue;
     fill(card, { age: isLoaded(rank) && age > SHOW_AGE_S ? ago(age) : "" });
-    card.classList.toggle("stale-tile", age > STALE_S);
+    card.classList.toggle("stale-tile", isLoaded(rank) && age > STALE_S);
   }
-  for (const worker of feed.snapshot.workers) {
+  for (const worker of shownWorkers(feed.snapshot)) {
     const row = workers.rows.get(worker.id);
     const age = ageOf(worker.seen_at, feed.state, nowS());
     if (!row) continue;
@@ -112,13 +114,32 @@ const workers = new KeyedRows(document.getElementById("workers"), {
     setData(row.querySelector(".dot"), "tone", toneOf(worker.state));
     fill(row, {
       id: worker.id, kind: worker.kind, state: worker.state, streams: count(worker.streams), lag: duration(worker.lag_s),
-      memory: bytes(worker.rss_bytes), pid: worker.pid, since: duration(Math.max(0, feed.snapshot.at - worker.since)),
+      memory: bytes(worker.rss_bytes), pid: worker.pid, since: duration(worker.since && Math.max(0, feed.snapshot.at - worker.since)),
     });
   },
 });
 
+const left = new Map(); // web worker by id, as it was last seen before it left
+
+/** The workers and, for a while, those that left: a death is seen, not only a shorter table. */
+function shownWorkers(snapshot) {
+  const present = new Set(snapshot.workers.map(({ id }) => id));
+  for (const worker of left.values()) if (present.has(worker.id) || snapshot.at - worker.seen_at > LEFT_S) left.delete(worker.id);
+  return byId([...snapshot.workers, ...left.values()]);
+}
+
+function noteLeft(before, now) {
+  if (!before || before.engine.generation !== now.engine.generation) return; // a new router knows nobody yet
+  const present = new Set(now.workers.map(({ id }) => id));
+  for (const worker of before.workers) {
+    if (worker.kind === "web" && !present.has(worker.id)) left.set(worker.id, { ...worker, state: "gone", streams: null, lag_s: null, rss_bytes: null, since: null });
+  }
+}
+
 function drawWorkers(snapshot) {
-  workers.show(byId(snapshot.workers));
+  noteLeft(previous, snapshot);
+  previous = snapshot;
+  workers.show(shownWorkers(snapshot));
   document.getElementById("no-workers").hidden = snapshot.workers.length > 0;
   fill(page, { "worker-count": snapshot.workers.length ? String(snapshot.workers.length) : "" });
 }

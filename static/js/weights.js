@@ -46,9 +46,10 @@ function drawCurrent() {
   if (!current) return;
   setData(box.querySelector(".swatch"), "ramp", ramp(current.epoch));
   const mixed = new Set(picture.groups.map(({ epoch }) => epoch)).size > 1;
+  box.querySelector("dl").hidden = box.querySelector(".swatch").hidden = mixed; // of one version only
   fill(box, {
     version: mixed ? "Mixed" : current.weight_version,
-    serving: [
+    serving: mixed ? `since ${when(current.started_at)}, ${duration(nowS() - current.started_at)}` : [
       ...(current.token_step === null ? [] : [stepName(current.token_step, current.epoch)]), `epoch ${current.epoch}`,
       `since ${when(current.started_at)}, ${duration(nowS() - current.started_at)}`,
     ].join(" · "),

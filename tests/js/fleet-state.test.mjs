@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { ageOf, applyFrame, engineTruth, toneOf, totals } from "../../static/js/fleet-state.js";
+import { ageOf, applyFrame, engineTruth, toneOf, totals, versionLine } from "../../static/js/fleet-state.js";
 import { SampleWindow, epochMarks } from "../../static/js/series.js";
 
 const rank = (dp, tp, more = {}) => ({ dp, tp, state: "running", epoch: 1, weight_version: "v1", token_step: 10, running: 2, waiting: 1, kv_used: 50, kv_total: 100, tokens_per_s: 30, step_s: 0.02, seen_at: 100, ...more });
@@ -59,6 +59,10 @@ test("mixed weights name what each group serves", () => {
   const mixed = { ...snapshot, engine: { ...engine, state: "mixed" }, ranks: [rank(0, 0), rank(1, 0, { weight_version: "v2" })] };
   const truth = engineTruth({ snapshot: mixed, receivedAt: 500 }, open, 500);
   assert.match(truth.bar.text, /dp0 serves v1, dp1 serves v2/);
+  const starting = { ...mixed, ranks: [rank(0, 0), rank(1, 0, { state: "starting", seen_at: 0 })] };
+  assert.equal(engineTruth({ snapshot: starting, receivedAt: 500 }, open, 500).bar.text, "Mixed weights: dp0 serves v1, dp1·tp0 is starting.");
+  assert.equal(versionLine({ ...mixed, engine: { ...mixed.engine, epoch: null, weight_version: null, token_step: null } }), "v1, v2");
+  assert.equal(versionLine(snapshot), "v1 · step 10");
 });
 
 test("a rank that is down is named while the engine runs", () => {
