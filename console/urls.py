@@ -46,6 +46,7 @@ pages = [
 
 console_api = [
     path("api/fleet", console.read_fleet),
+    path("api/fleet/history", console.fleet_history),
     path("api/ws-ticket", console.make_ticket),
     path("api/conversations", console.list_conversations),
     path("api/conversations/<int:conversation_id>", console.conversation),

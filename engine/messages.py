@@ -764,6 +764,13 @@ class RequestEnded(Report):
     dp: int
 
 
+class Histogram(Value, frozen=True):
+    """Delays since the rank's start, counted over ``engine/latency.py``'s edges; [] is none."""
+
+    counts: list[int] = []
+    sum_s: float = 0.0
+
+
 class RankLoad(Report):
     """A rank's heartbeat and load, published at least once a second and after every change."""
 
@@ -784,6 +791,8 @@ class RankLoad(Report):
     prompt_tokens: int = 0
     output_tokens: int = 0
     retractions: int = 0
+    ttft: Histogram = Histogram()  # from the worker's receipt of a request to its first token
+    itl: Histogram = Histogram()  # between two tokens of one request
     rss_bytes: int = 0
     address: str = ""
     at: float = 0.0
@@ -872,6 +881,8 @@ class RankView(Value, frozen=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     retractions: int = 0
+    ttft: Histogram = Histogram()
+    itl: Histogram = Histogram()
 
 
 class EngineView(Value, frozen=True):

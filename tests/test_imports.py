@@ -29,6 +29,7 @@ PURE = (
     "engine/detokenizer/stops.py",
     "engine/detokenizer/text.py",
     "engine/scheduler/memory.py",
+    "engine/latency.py",
     "engine/provenance.py",
     "engine/router/registry.py",
     "engine/router/dispatch.py",
@@ -56,6 +57,7 @@ CONSOLE_MAY_IMPORT = {
     "engine.messages",
     "engine.launch",
     "engine.errors",
+    "engine.latency",  # pure
     "engine.runfile",
     "engine.tokenizer",
     "engine.process_guard",

@@ -29,6 +29,13 @@ async def read_fleet(request: ApiRequest) -> HttpResponse:
     return json_answer(await fleet.read_fleet())
 
 
+@require_GET
+@requires("view_fleet")
+async def fleet_history(request: ApiRequest) -> HttpResponse:
+    """The last 15 minutes as this worker saw them: times, and one column of numbers a name."""
+    return json_answer(this_worker().feed.history.as_columns())
+
+
 @require_POST
 @requires("view_fleet", key_only=True)
 async def make_ticket(request: ApiRequest) -> HttpResponse:

@@ -7,16 +7,23 @@ same whichever web worker it lands on, and counters never jump back between two 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from django.http import HttpRequest, HttpResponse
 from django.views.decorators.http import require_GET
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from console.access import open_to_all
 from console.services import fleet
 from engine.errors import QuarterdeckError
+from engine.latency import EDGES_S
 from engine.messages import FleetSnapshot, RankView, WorkerView
 
 RANK_GAUGES = {
@@ -35,6 +42,10 @@ RANK_COUNTERS = {
     "cached_tokens": "Prompt tokens that came from the prefix cache since the rank's start",
     "output_tokens": "Tokens sampled since the rank's start",
     "retractions": "Requests retracted for want of KV since the rank's start",
+}
+RANK_HISTOGRAMS = {
+    "ttft": ("time_to_first_token", "Seconds from the receipt of a request to its first token"),
+    "itl": ("inter_token_latency", "Seconds between two tokens of one request"),
 }
 WORKER_GAUGES = {
     "streams": "Open requests of this client",
@@ -71,6 +82,7 @@ class FleetCollector(Collector):
         yield up
         if snapshot is not None:
             yield from _of_ranks(snapshot.ranks)
+            yield from _delays(snapshot.ranks)
             yield from _of_workers(snapshot.workers)
             yield from _of_router(snapshot.counters)
 
@@ -87,6 +99,19 @@ def _of_ranks(ranks: list[RankView]) -> Iterator[Metric]:
         for rank in ranks:
             counter.add_metric([str(rank.dp), str(rank.tp)], float(getattr(rank, name)))
         yield counter
+
+
+def _delays(ranks: list[RankView]) -> Iterator[Metric]:
+    """Of the ranks that lead a group and have reported."""
+    edges = [*map(str, EDGES_S), "+Inf"]
+    for field, (name, text) in RANK_HISTOGRAMS.items():
+        family = HistogramMetricFamily(f"quarterdeck_rank_{name}_seconds", text, labels=["dp"])
+        for rank in ranks:
+            histogram = getattr(rank, field)
+            if histogram.counts:
+                buckets = list(zip(edges, accumulate(histogram.counts), strict=True))
+                family.add_metric([str(rank.dp)], buckets, histogram.sum_s)
+        yield family
 
 
 def _of_workers(workers: list[WorkerView]) -> Iterator[Metric]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from engine.messages import EngineView, FleetSnapshot
+from console.services.history import FleetHistory
+from engine.messages import EngineView, FleetSnapshot, Histogram
 
 QUIET_S = 2.0  # without a snapshot for so long the picture says that the engine is unreachable
-PARTS = ("engine", "workers", "ranks", "epochs", "pause_until", "session", "counters")
+PARTS = ("engine", "workers", "ranks", "epochs", "pause_until", "session", "counters", "sample")
 
 
 def unreachable(reason: str) -> FleetSnapshot:
@@ -32,7 +33,10 @@ def unreachable(reason: str) -> FleetSnapshot:
 
 
 def as_json(snapshot: FleetSnapshot) -> dict[str, Any]:
-    """Plain data with every field, also those that hold their default."""
+    """Plain data with every field, also those that hold their default.
+
+    Histograms stay behind: charts get their percentiles (``history.py``), ``/metrics`` all of them.
+    """
     workers = [_fields(view) | {"lag": view.lag_s} for view in snapshot.workers]
     return {
         "at": snapshot.at,
@@ -47,7 +51,8 @@ def as_json(snapshot: FleetSnapshot) -> dict[str, Any]:
 
 
 def _fields(part: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(part, name) for name in part.__struct_fields__}
+    fields = {name: getattr(part, name) for name in part.__struct_fields__}
+    return {name: value for name, value in fields.items() if not isinstance(value, Histogram)}
 
 
 class FleetFeed:
@@ -55,6 +60,7 @@ class FleetFeed:
 
     def __init__(self) -> None:
         self.seq = 0
+        self.history = FleetHistory()
         self.snapshot = b""
         self.delta = b""
         self._parts: dict[str, Any] = {}
@@ -79,7 +85,7 @@ class FleetFeed:
                 self._show(unreachable("no heartbeat of the engine"))
 
     def _show(self, snapshot: FleetSnapshot) -> None:
-        parts = as_json(snapshot)
+        parts = as_json(snapshot) | {"sample": self.history.put(snapshot)}
         changed = {name: parts[name] for name in PARTS if parts[name] != self._parts.get(name)}
         self.seq += 1
         head = {"seq": self.seq, "at": parts["at"]}

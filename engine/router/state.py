@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.messages import EngineView, RankLoad, RankView
+from engine.messages import EngineView, Histogram, RankLoad, RankView
 from engine.router.weights import EpochRecord, Ledger
 
 FRESH_S = 10.0  # a rank whose heartbeat is older is not counted as able to serve
@@ -145,4 +145,6 @@ class EngineState:
             prompt_tokens=load.prompt_tokens if load else 0,
             output_tokens=load.output_tokens if load else 0,
             retractions=load.retractions if load else 0,
+            ttft=load.ttft if load else Histogram(),
+            itl=load.itl if load else Histogram(),
         )

@@ -22,6 +22,7 @@ import msgspec
 
 from engine.config import Limits
 from engine.errors import BadRequest
+from engine.latency import Delays
 from engine.messages import Finish, SamplingParams, TokenIDRow, TokenizedGenerateReqInput
 from engine.scheduler.kv import Flushed, KVSpace, accepted_epochs
 from engine.scheduler.plan import (
@@ -98,6 +99,8 @@ class SchedulerCore:
         self._rows: list[TokenIDRow] = []
         self._ended: list[str] = []
         self._cached_tokens = self._prompt_tokens = self._output_tokens = self._retractions = 0
+        self.ttft = Delays()
+        self.itl = Delays()
 
     def accept(self, request: TokenizedGenerateReqInput, now: float) -> None:
         """Queue a request, or end it at once with status 400 when it can never run.
@@ -383,6 +386,10 @@ class SchedulerCore:
             self._kv.seal(sequence)
         if row.sample:
             assert sampled.token_id is not None, "the runner sampled nothing"
+            if sequence.made_at:
+                self.itl.add(now - sequence.made_at)
+            else:
+                self.ttft.add(now - sequence.received_at)
             finish = sequence.add_token(sampled.token_id, self._epoch, now)
             self._output_tokens += 1
             self._send(sequence, sampled, finish, now)

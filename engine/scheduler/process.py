@@ -23,6 +23,7 @@ from engine import messages as m
 from engine.config import EngineConfig
 from engine.detokenizer.stops import StopChecker
 from engine.errors import QuarterdeckError
+from engine.latency import Delays
 from engine.model.runner import ModelRunner, make_runner, warm_up
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.dispatch import detokenizer_of
@@ -196,6 +197,8 @@ class Leader:
             tokens_per_s=self._meter.rate(now, load.output_tokens),
             step=self._steps,
             step_s=self._meter.step_s,
+            ttft=_histogram(self.core.ttft),
+            itl=_histogram(self.core.itl),
             **dataclasses.asdict(load),
         )
 
@@ -232,6 +235,10 @@ class Leader:
         self._router.send(m.RequestEnded(rids=[message.rid], dp=self.dp))
         index = detokenizer_of(message.rid, len(self._detokenizers))
         self._backlog[index].append(m.BatchTokenIDOutput(rows=[row]))
+
+
+def _histogram(delays: Delays) -> m.Histogram:
+    return m.Histogram(counts=list(delays.counts), sum_s=delays.sum_s)
 
 
 class Follower:

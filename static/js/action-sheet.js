@@ -64,6 +64,7 @@ class ActionSheet {
     }
     openSheet(this.title, [this.form, h("section", {}, h("h3", {}, "What will happen"), this.will),
       h("details", {}, h("summary", { class: "small dim" }, "The same with curl"), h("div", { class: "code" }, this.curl, h("qd-copy", { for: "action-curl", label: "Copy" }))), this.problem], [this.button]);
+    [...this.form.elements].find((field) => field.required && !field.value)?.focus();
     this.preview();
   }
 

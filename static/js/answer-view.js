@@ -1,8 +1,9 @@
 // <qd-answer>: one answer in the transcript: text, token view, one line of facts, errors in words.
 
+import "./copy.js";
 import { explain } from "./advice.js";
 import { isLive, tokenCount } from "./chat-stream.js";
-import { fill, fromTemplate, h, icon, setData } from "./dom.js";
+import { fill, fromTemplate, h, setData } from "./dom.js";
 import { epochs, stepOf } from "./epochs.js";
 import { count, duration, plural, ramp, rate } from "./format.js";
 import { MarkdownView } from "./markdown-view.js";
@@ -25,7 +26,6 @@ class AnswerView extends HTMLElement {
     this.body = this.querySelector(".answer-body");
     this.markdown = new MarkdownView(this.body);
     this.querySelector("[data-do=tokens]").addEventListener("click", () => this.toggleTokens());
-    this.querySelector("[data-do=copy]").addEventListener("click", (event) => this.copy(event.currentTarget));
     this.querySelector("[data-do=again]").addEventListener("click", sendAgain);
     epochs.addEventListener("change", () => this.drawFacts());
     this.draw();
@@ -51,8 +51,16 @@ class AnswerView extends HTMLElement {
     this.drawProblem();
     this.querySelector(".tools").hidden = isLive(answer);
     this.querySelector("[data-do=tokens]").hidden = !answer.tokenIds.length;
-    this.querySelector("[data-do=copy]").hidden = !answer.text;
+    this.drawCopy();
+    fill(this, { again: answer.phase === "failed" || answer.phase === "lost" ? "Send again" : "Regenerate" });
     this.dispatchEvent(new CustomEvent("qd-grown", { bubbles: true }));
+  }
+
+  drawCopy() {
+    const copy = this.querySelector(".tools qd-copy");
+    copy.hidden = !this.answer.text;
+    copy.source = this.body;
+    if (!isLive(this.answer)) copy.setAttribute("text", this.answer.text);
   }
 
   drawFacts() {
@@ -85,12 +93,6 @@ class AnswerView extends HTMLElement {
       this.markdown.show(this.answer.text);
     }
     this.dispatchEvent(new CustomEvent("qd-grown", { bubbles: true }));
-  }
-
-  async copy(button) {
-    await navigator.clipboard.writeText(this.answer.text);
-    button.querySelector(".icon").replaceWith(icon("check"));
-    setTimeout(() => button.querySelector(".icon").replaceWith(icon("copy")), 1500);
   }
 }
 

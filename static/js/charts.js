@@ -9,13 +9,14 @@ const TABLE_EVERY_S = 30;
 const cursorSync = uPlot.sync("fleet");
 
 /**
- * `define({series, window, marks, max, floor})`: series is [{name, label, colour, dashed, bandTo}], where
+ * `define({series, window, max, floor})`: series is [{name, label, colour, dashed, bandTo}], where
  * `bandTo` names the series this one is the upper edge over; `max` fixes the top of the scale, `floor` is
- * the least it may be. `refresh()` draws the newest samples.
+ * the least it may be. `refresh(marks)` draws the newest samples and `marks`, [{at, epoch, label}].
  */
 class Chart extends HTMLElement {
   connectedCallback() {
     this.unit = this.dataset.unit;
+    this.marks = [];
     this.legend = h("span", { class: "legend", "aria-hidden": "true" });
     this.plotBox = h("div", { class: "plot waiting" }, "Waiting for the first samples");
     this.behind = h("div", { class: "behind", hidden: true });
@@ -27,9 +28,8 @@ class Chart extends HTMLElement {
     new ResizeObserver(() => this.plot?.setSize({ width: this.plotBox.clientWidth, height: HEIGHT })).observe(this.plotBox);
   }
 
-  define({ series, window, marks, max = null, floor = 1 }) {
+  define({ series, window, max = null, floor = 1 }) {
     this.window = window;
-    this.marks = marks;
     this.max = max;
     this.floor = floor;
     this.series = series;
@@ -42,7 +42,8 @@ class Chart extends HTMLElement {
     if (this.window) this.refresh();
   }
 
-  refresh() {
+  refresh(marks = this.marks) {
+    this.marks = marks;
     if (!this.window || this.window.times.length < 2) return;
     const columns = this.series.map(({ name }) => this.window.column(name));
     if (!this.plot) this.build();

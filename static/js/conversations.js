@@ -23,6 +23,9 @@ export class ConversationList {
       this.timer = setTimeout(() => this.load(0), SEARCH_WAIT_MS);
     });
     this.more.addEventListener("click", () => this.load(this.next));
+    this.list.addEventListener("keydown", (event) => this.onKey(event));
+    document.addEventListener("click", (event) => this.closeMenus(event.target));
+    addCommands(() => this.commands());
     addCommands(() => this.items.map(({ id, title }) => ({
       label: title, kind: "Conversation", icon: "playground", run: () => { location.href = `/playground/${id}/`; },
     })));
@@ -52,8 +55,45 @@ export class ConversationList {
     this.draw();
   }
 
+  /** What can be done to the conversation that is open. */
+  commands() {
+    const item = this.items.find(({ id }) => id === this.currentId);
+    if (!item) return [];
+    const command = (label, name, run) => ({ label, kind: "Conversation", icon: name, run });
+    return [
+      command("Rename this conversation", "pencil", () => this.rename(item)),
+      command("Export this conversation as Markdown", "download", () => { location.href = exportUrl(item, "md"); }),
+      command("Export this conversation as JSON", "download", () => { location.href = exportUrl(item, "json"); }),
+      command("Delete this conversation", "trash", () => this.remove(item)),
+    ];
+  }
+
+  /** On a row: F2 renames, Delete deletes, arrows walk; Esc closes its menu. */
+  onKey(event) {
+    const row = event.target.closest("li");
+    const item = this.items[[...this.list.children].indexOf(row)];
+    const menu = row.querySelector("details");
+    if (event.key === "Escape" && menu.open) {
+      menu.open = false;
+      menu.querySelector("summary").focus();
+      event.stopPropagation();
+    } else if (event.key === "F2") this.rename(item);
+    else if (event.key === "Delete") this.remove(item);
+    else if (event.key === "ArrowDown") row.nextElementSibling?.querySelector("a").focus();
+    else if (event.key === "ArrowUp") row.previousElementSibling?.querySelector("a").focus();
+    else return;
+    event.preventDefault();
+  }
+
+  closeMenus(clicked) {
+    for (const menu of this.list.querySelectorAll("details[open]")) if (!menu.contains(clicked)) menu.open = false;
+  }
+
+  /** Rows are made anew; who was in one of them stays there, or in the row that took its place. */
   draw() {
+    const at = [...this.list.children].findIndex((row) => row.contains(document.activeElement));
     this.list.replaceChildren(...this.items.map((item) => this.row(item)));
+    if (at >= 0) (this.list.children[Math.min(at, this.items.length - 1)]?.querySelector("a") ?? this.search).focus();
     this.more.hidden = this.next === null;
     if (this.items.length) this.say("");
     else this.say(this.search.value ? "Nothing matches." : "No conversation yet. What you send is kept here.");
@@ -65,10 +105,10 @@ export class ConversationList {
     link.href = `/playground/${item.id}/`;
     link.title = item.title;
     if (item.id === this.currentId) link.setAttribute("aria-current", "page");
-    fill(row, { title: item.title, when: whenShort(item.updated_at) });
+    fill(row, { title: item.title, when: whenShort(item.updated_at), menu: `Rename, export or delete "${item.title}"` });
     row.querySelector("[data-do=rename]").addEventListener("click", () => this.rename(item));
     row.querySelector("[data-do=delete]").addEventListener("click", () => this.remove(item));
-    for (const form of ["md", "json"]) row.querySelector(`[data-export=${form}]`).href = `/api/conversations/${item.id}/export?format=${form}`;
+    for (const form of ["md", "json"]) row.querySelector(`[data-export=${form}]`).href = exportUrl(item, form);
     return row;
   }
 
@@ -105,4 +145,8 @@ export class ConversationList {
     note.textContent = text;
     note.hidden = !text;
   }
+}
+
+function exportUrl(item, form) {
+  return `/api/conversations/${item.id}/export?format=${form}`;
 }

@@ -1,4 +1,5 @@
 // <qd-copy for="id">: copies the text of that element (or its own `text` attribute) and says so.
+// Without `for`, of its property `source`, or else of the element that stands before it.
 
 import { icon } from "./dom.js";
 
@@ -24,7 +25,7 @@ class CopyButton extends HTMLElement {
   }
 
   async copy() {
-    const source = document.getElementById(this.getAttribute("for"));
+    const source = document.getElementById(this.getAttribute("for")) ?? this.source ?? this.previousElementSibling;
     const text = this.getAttribute("text") ?? source.value ?? source.textContent;
     try {
       await navigator.clipboard.writeText(text.trim());

@@ -1,6 +1,8 @@
 // The fleet as the console knows it: snapshot, then deltas of changed parts; a gap asks for a snapshot.
 // Pure: times are passed in (seconds, this browser's clock).
 
+import { stepName } from "./format.js";
+
 /** State after a frame. `gap` true: the frame did not follow and a snapshot must be asked for. */
 export function applyFrame(state, frame, nowS) {
   if (frame.type === "snapshot") {
@@ -101,8 +103,20 @@ function absentRanks(ranks) {
 
 function versionsByGroup(ranks) {
   const leads = ranks.filter((rank) => rank.tp === 0 && isLoaded(rank));
-  const text = leads.map((rank) => `dp${rank.dp} serves ${rank.weight_version || `epoch ${rank.epoch}`}`).join(", ");
-  return { tone: "warn", text: text ? `Mixed weights: ${text}.` : "Mixed weights." };
+  const parts = leads.map((rank) => `dp${rank.dp} serves ${rank.weight_version || `epoch ${rank.epoch}`}`);
+  const absent = absentRanks(ranks);
+  if (absent) parts.push(absent);
+  return { tone: "warn", text: parts.length ? `Mixed weights: ${parts.join(", ")}.` : "Mixed weights." };
+}
+
+/** "policy-3 · step 1042"; while the groups differ, each version once: "policy-3, canary-1". */
+export function versionLine({ engine, ranks }) {
+  if (engine.epoch !== null) {
+    const step = stepName(engine.token_step, engine.epoch);
+    return engine.weight_version ? `${engine.weight_version} · ${step}` : step;
+  }
+  const names = ranks.filter(isLoaded).map((rank) => rank.weight_version || stepName(rank.token_step, rank.epoch));
+  return [...new Set(names)].join(", ") || "no weights yet";
 }
 
 function capital(word) {

@@ -5,21 +5,20 @@ import { drawSpark } from "./charts.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, icon, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { ageOf, byId, isLoaded, toneOf, totals } from "./fleet-state.js";
+import { ageOf, byId, isLoaded, toneOf, totals, versionLine } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
-import { SampleWindow, StepTimes, newEpochs, sampleOf } from "./series.js";
+import { SampleWindow, epochMarks } from "./series.js";
 import { facts, onSheetClose, openSheet, setFacts } from "./sheet.js";
 
 const SHOW_AGE_S = 2;
 const STALE_S = 10;
 const SPARK_SLOTS = 60;
+const LEFT_S = 15;
 
 const page = document.getElementById("fleet");
 const grid = document.getElementById("ranks");
 const samples = new SampleWindow();
-const steps = new StepTimes();
-const marks = [];
 const cards = new Map();
 let previous = null;
 let openDetail = null; // redraws the open sheet
@@ -33,7 +32,7 @@ const versionOf = (view) => (view.weight_version ? `${view.weight_version} · ${
 function drawEngine({ engine, ranks }) {
   const sum = totals(ranks);
   fill(document.getElementById("engine-stats"), {
-    model: engine.model.split("/").at(-1) || "–", version: engine.epoch === null ? "mixed" : versionOf(engine), speed: rate(sum.tokens_per_s),
+    model: engine.model.split("/").at(-1) || "–", version: versionLine({ engine, ranks }), speed: rate(sum.tokens_per_s),
     running: count(sum.running), waiting: count(sum.waiting), kv: percent(sum.kv_used / sum.kv_total),
   });
 }
@@ -69,7 +68,7 @@ function drawRank(rank) {
   fill(card, {
     state: rank.state, name: `dp${rank.dp} · tp${rank.tp}`, version: isLoaded(rank) ? versionOf(rank) : "no weights yet", speed: rate(rank.tokens_per_s),
     running: count(rank.running), waiting: count(rank.waiting), step: rank.step_s ? `step ${duration(rank.step_s)}` : "",
-    kv: `KV ${count(rank.kv_used)} of ${count(rank.kv_total)} tokens`, "kv-share": percent(share),
+    kv: rank.kv_total ? `KV ${count(rank.kv_used)} of ${count(rank.kv_total)} tokens` : "KV –", "kv-share": rank.kv_total ? percent(share) : "",
   });
   const meter = card.querySelector(".meter");
   meter.firstElementChild.style.width = `${Math.min(100, share * 100)}%`;
@@ -90,9 +89,9 @@ function drawAges() {
     const age = ageOf(rank.seen_at, feed.state, nowS());
     if (!card) continue;
     fill(card, { age: isLoaded(rank) && age > SHOW_AGE_S ? ago(age) : "" });
-    card.classList.toggle("stale-tile", age > STALE_S);
+    card.classList.toggle("stale-tile", isLoaded(rank) && age > STALE_S);
   }
-  for (const worker of feed.snapshot.workers) {
+  for (const worker of shownWorkers(feed.snapshot)) {
     const row = workers.rows.get(worker.id);
     const age = ageOf(worker.seen_at, feed.state, nowS());
     if (!row) continue;
@@ -115,13 +114,32 @@ const workers = new KeyedRows(document.getElementById("workers"), {
     setData(row.querySelector(".dot"), "tone", toneOf(worker.state));
     fill(row, {
       id: worker.id, kind: worker.kind, state: worker.state, streams: count(worker.streams), lag: duration(worker.lag_s),
-      memory: bytes(worker.rss_bytes), pid: worker.pid, since: duration(Math.max(0, feed.snapshot.at - worker.since)),
+      memory: bytes(worker.rss_bytes), pid: worker.pid, since: duration(worker.since && Math.max(0, feed.snapshot.at - worker.since)),
     });
   },
 });
 
+const left = new Map(); // web worker by id, as it was last seen before it left
+
+/** The workers and, for a while, those that left: a death is seen, not only a shorter table. */
+function shownWorkers(snapshot) {
+  const present = new Set(snapshot.workers.map(({ id }) => id));
+  for (const worker of left.values()) if (present.has(worker.id) || snapshot.at - worker.seen_at > LEFT_S) left.delete(worker.id);
+  return byId([...snapshot.workers, ...left.values()]);
+}
+
+function noteLeft(before, now) {
+  if (!before || before.engine.generation !== now.engine.generation) return; // a new router knows nobody yet
+  const present = new Set(now.workers.map(({ id }) => id));
+  for (const worker of before.workers) {
+    if (worker.kind === "web" && !present.has(worker.id)) left.set(worker.id, { ...worker, state: "gone", streams: null, lag_s: null, rss_bytes: null, since: null });
+  }
+}
+
 function drawWorkers(snapshot) {
-  workers.show(byId(snapshot.workers));
+  noteLeft(previous, snapshot);
+  previous = snapshot;
+  workers.show(shownWorkers(snapshot));
   document.getElementById("no-workers").hidden = snapshot.workers.length > 0;
   fill(page, { "worker-count": snapshot.workers.length ? String(snapshot.workers.length) : "" });
 }
@@ -188,7 +206,7 @@ function workerFacts(worker) {
 
 // -- charts --
 
-const charts = ["speed", "requests", "kv", "step"].map((name) => document.getElementById(`chart-${name}`));
+const charts = ["speed", "ttft", "itl", "requests", "kv", "step"].map((name) => document.getElementById(`chart-${name}`));
 let groupsCharted = "";
 
 function defineCharts(snapshot) {
@@ -196,24 +214,28 @@ function defineCharts(snapshot) {
   if (groups.join() === groupsCharted) return;
   groupsCharted = groups.join();
   const perGroup = (what) => groups.map((dp, place) => ({ name: `${what}.dp${dp}`, label: `dp${dp}`, colour: `chart-${1 + (place % 4)}`, dashed: place >= 4 }));
-  const [speed, requests, kv, step] = charts;
+  const [speed, ttft, itl, requests, kv, step] = charts;
+  const spread = (what, high) => [
+    { name: `${what}.p50`, label: "p50", colour: "chart-1" },
+    { name: `${what}.${high}`, label: high, colour: "chart-1", bandTo: `${what}.p50` },
+  ];
   const total = groups.length > 1 ? [{ name: "speed", label: "all", colour: "text-2", dashed: true }] : [];
-  speed.define({ series: [...perGroup("speed"), ...total], window: samples, marks, floor: 10 });
-  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, marks, floor: 4 });
-  kv.define({ series: perGroup("kv"), window: samples, marks, max: 100 });
-  step.define({ series: [{ name: "step.p99", label: "p99", colour: "chart-1", bandTo: "step.p50" }, { name: "step.p50", label: "p50", colour: "chart-1" }], window: samples, marks, floor: 10 });
+  speed.define({ series: [...perGroup("speed"), ...total], window: samples, floor: 10 });
+  ttft.define({ series: spread("ttft", "p95"), window: samples, floor: 10 });
+  itl.define({ series: spread("itl", "p95"), window: samples, floor: 10 });
+  requests.define({ series: [{ name: "running", label: "running", colour: "chart-1" }, { name: "waiting", label: "waiting", colour: "chart-2", dashed: true }], window: samples, floor: 4 });
+  kv.define({ series: perGroup("kv"), window: samples, max: 100 });
+  step.define({ series: spread("step", "p99"), window: samples, floor: 10 });
 }
 
-function sample(snapshot) {
-  marks.push(...newEpochs(previous, snapshot));
-  previous = snapshot;
-  samples.push(snapshot.at, { ...sampleOf(snapshot), ...steps.push(snapshot) });
-}
-
+/** What this page did not see: before it opened, and while the connection was lost. */
 async function loadHistory() {
-  if (!page.dataset.historyUrl) return;
-  const { snapshots } = await get(page.dataset.historyUrl);
-  for (const snapshot of snapshots) sample(snapshot);
+  try {
+    samples.load(await get(page.dataset.historyUrl));
+    fill(page, { "chart-note": "" });
+  } catch (error) {
+    fill(page, { "chart-note": `What was before is not shown: ${error.message}` });
+  }
 }
 
 // -- drive --
@@ -221,7 +243,7 @@ async function loadHistory() {
 function draw() {
   const { snapshot } = feed;
   if (!snapshot) return;
-  sample(snapshot);
+  samples.push(snapshot.at, snapshot.sample);
   if (document.hidden) return;
   drawEngine(snapshot);
   drawRanks(snapshot);
@@ -229,13 +251,19 @@ function draw() {
   drawSparks();
   drawAges();
   defineCharts(snapshot);
-  for (const chart of charts) chart.refresh();
+  const marks = epochMarks(samples, snapshot.epochs);
+  for (const chart of charts) chart.refresh(marks);
   openDetail?.();
 }
 
 await loadHistory();
 feed.addEventListener("change", draw);
-document.addEventListener("visibilitychange", () => document.hidden || draw());
+feed.addEventListener("connection", () => feed.connection.name === "open" && loadHistory());
+document.addEventListener("visibilitychange", async () => {
+  if (document.hidden) return;
+  await loadHistory(); // a hidden page hears less
+  draw();
+});
 document.addEventListener("qd-theme", () => drawSparks());
 setInterval(() => document.hidden || drawAges(), 1000);
 draw();

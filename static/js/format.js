@@ -72,6 +72,15 @@ export function when(unixSeconds, nowSeconds = Date.now() / 1000) {
   return then.getFullYear() === now.getFullYear() ? day : `${day} ${then.getFullYear()}`;
 }
 
+/** To the second, for what must be exact: "14:03:07" today, "3 Mar 14:03:07", "3 Mar 2025 14:03:07". */
+export function exactly(unixSeconds, nowSeconds = Date.now() / 1000) {
+  const then = new Date(unixSeconds * 1000);
+  const now = new Date(nowSeconds * 1000);
+  if (then.toDateString() === now.toDateString()) return clock(unixSeconds);
+  const year = then.getFullYear() === now.getFullYear() ? undefined : "numeric";
+  return `${then.toLocaleDateString("en-GB", { day: "numeric", month: "short", year })} ${clock(unixSeconds)}`;
+}
+
 /** As `when`, without the time of day before today: "14:03", "Tue", "3 Mar". */
 export function whenShort(unixSeconds, nowSeconds = Date.now() / 1000) {
   return when(unixSeconds, nowSeconds).replace(/^([A-Z]\w\w) .*/, "$1");

@@ -6,7 +6,7 @@
 import "./copy.js";
 import { get } from "./api.js";
 import { fill, h, setData } from "./dom.js";
-import { clock, duration, when } from "./format.js";
+import { clock, duration, exactly } from "./format.js";
 import { rankChip } from "./job-chips.js";
 import { hasEnded, jobsFeed, jobTone } from "./jobs-feed.js";
 import { setFacts } from "./sheet.js";
@@ -24,7 +24,7 @@ function draw(job) {
   setData(page.querySelector(".job-state .dot"), "tone", jobTone(job.state));
   fill(page, { title: job.title, state: job.state, message: job.message });
   setFacts(factList, [
-    ["By", job.actor], ["Reason", job.reason], ["Asked", when(job.created_at)], ["Took", job.ended_at ? duration(job.ended_at - job.created_at) : null],
+    ["By", job.actor], ["Reason", job.reason], ["Asked", exactly(job.created_at)], ["Took", job.ended_at ? duration(job.ended_at - job.created_at) : null],
     ["Progress", !hasEnded(job) && job.progress !== null ? `${Math.round(100 * job.progress)} %` : null],
   ]);
   page.querySelector("[data-ranks]").replaceChildren(...job.ranks.map((rank) => h("div", { class: "row" }, rankChip(rank), h("span", { class: "dim" }, rank.message))));

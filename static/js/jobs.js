@@ -1,12 +1,13 @@
 // Jobs and audit: both lists are paged by the server; jobs also change while they are looked at.
 //
 // GET /api/jobs?state&kind&q&offset -> {jobs: [job], next}; a job as in jobs-feed.js
-// GET /api/audit?action&actor&q&offset -> {entries: [{id, at, actor, via, action, target, result, job, hash}], next,
-//   verified: {ok, entries, at, broken_at}}
+// GET /api/audit?action&actor&q&offset -> {entries: [{id, at, actor, via, action, target, result, job, hash}], next}
+// GET /api/audit/verify -> {ok, entries, broken_at, problem}
 
+import { get } from "./api.js";
 import { fill, fromTemplate, setData } from "./dom.js";
 import { FilteredList } from "./filtered-list.js";
-import { duration, when } from "./format.js";
+import { count, duration, exactly, when } from "./format.js";
 import { hasEnded, jobsFeed, jobTone } from "./jobs-feed.js";
 
 const jobsBox = document.getElementById("jobs");
@@ -34,7 +35,7 @@ function fillJob(row, job) {
 }
 
 function fillEntry(row, entry) {
-  fill(row, { at: when(entry.at), actor: entry.actor, via: entry.via, action: entry.action, target: entry.target, result: entry.result, hash: entry.hash.slice(0, 12) });
+  fill(row, { at: exactly(entry.at), actor: entry.actor, via: entry.via, action: entry.action, target: entry.target, result: entry.result, hash: entry.hash.slice(0, 12) });
   const link = row.querySelector("a");
   link.hidden = !entry.job;
   if (entry.job) {
@@ -50,6 +51,24 @@ if (jobsBox) {
     if (!list.query() || list.items.some(({ id }) => id === job.id)) list.put(job);
   });
 }
+/** Reads the whole chain again on the server and says what it found. */
+async function verify(event) {
+  const output = document.getElementById("chain");
+  event.currentTarget.disabled = true;
+  output.textContent = "Reading the chain…";
+  try {
+    const found = await get("/api/audit/verify");
+    setData(output, "tone", found.ok ? "ok" : "bad");
+    output.textContent = found.ok ? `Unbroken, ${count(found.entries)} read` : `Broken: ${found.problem}`;
+  } catch (error) {
+    setData(output, "tone", "bad");
+    output.textContent = `The chain cannot be read: ${error.message}`;
+  } finally {
+    document.getElementById("verify").disabled = false;
+  }
+}
+
 if (auditBox) {
+  document.getElementById("verify").addEventListener("click", verify);
   new FilteredList(auditBox, { url: "/api/audit", name: "entries", keyOf: ({ id }) => id, noun: "entry", make: () => fromTemplate("audit-row"), update: fillEntry });
 }

@@ -11,6 +11,7 @@ export class KeyedRows {
     this.body = table.tBodies[0];
     this.rows = new Map();
     this.held = [];
+    this.order = []; // keys of the newest items
     this.pointerInside = false;
     this.more = h("button", { type: "button", class: "pending", hidden: true, onclick: () => this.release() });
     table.before(this.more);
@@ -18,7 +19,7 @@ export class KeyedRows {
     table.addEventListener("pointerleave", () => { this.pointerInside = false; this.release(); });
   }
 
-  /** Shows `items`; order of known rows never changes, new ones stand where their item does. */
+  /** Shows `items`; known rows stay where they are, new ones come before what follows them there. */
   show(items) {
     this.order = items.map(this.keyOf);
     const keys = new Set();
@@ -41,18 +42,17 @@ export class KeyedRows {
   release() {
     for (const [key, row] of this.rows) {
       if (!row.classList.contains("gone")) continue;
+      if (row.contains(document.activeElement)) (row.nextElementSibling ?? row.previousElementSibling)?.focus();
       row.remove();
       this.rows.delete(key);
     }
     for (const item of this.held) {
       const row = this.make(item);
       this.update(row, item);
-      this.rows.set(this.keyOf(item), row);
-    }
-    for (const item of this.held.toReversed()) {
       const key = this.keyOf(item);
-      const follower = this.order.slice(this.order.indexOf(key) + 1).find((one) => this.rows.get(one)?.isConnected);
-      this.body.insertBefore(this.rows.get(key), this.rows.get(follower) ?? null);
+      const next = this.order.slice(this.order.indexOf(key) + 1).find((one) => this.rows.has(one));
+      this.body.insertBefore(row, this.rows.get(next) ?? null);
+      this.rows.set(key, row);
     }
     this.held = [];
     this.more.hidden = true;

@@ -1,6 +1,8 @@
 // Draws a growing Markdown text into an element: finished blocks once, the tail again and again.
 
+import "./copy.js";
 import DOMPurify from "../vendor/dompurify/purify.es.js";
+import { h } from "./dom.js";
 import { MarkdownBlocks, toHtml } from "./markdown-blocks.js";
 
 const CLEAN = {
@@ -17,9 +19,16 @@ DOMPurify.addHook("afterSanitizeAttributes", (node) => {
   node.setAttribute("rel", "noopener noreferrer nofollow");
 });
 
-/** Sanitised nodes of Markdown tokens. */
+/** Sanitised nodes of Markdown tokens; code can be copied, and scrolled with the keyboard. */
 function nodesOf(tokens) {
-  return DOMPurify.sanitize(toHtml(tokens), CLEAN);
+  const nodes = DOMPurify.sanitize(toHtml(tokens), CLEAN);
+  for (const pre of nodes.querySelectorAll("pre")) {
+    const box = h("div", { class: "code" });
+    pre.replaceWith(box);
+    pre.tabIndex = 0;
+    box.append(pre, h("qd-copy", { label: "Copy the code" }));
+  }
+  return nodes;
 }
 
 export class MarkdownView {

@@ -34,7 +34,7 @@ export class Params {
     form.addEventListener("reset", () => setTimeout(() => this._afterReset()));
   }
 
-  /** The `params` of a start frame, or null when a field is wrong (it is then focused). */
+  /** {params} of a start frame, or {problem} in words when a field is wrong (it is then focused). */
   read() {
     const params = {};
     for (const name of Object.keys(NUMBERS)) {
@@ -43,7 +43,7 @@ export class Params {
       if (problem) {
         this._check(field);
         field.focus();
-        return null;
+        return { problem: `${field.labels[0].textContent}: ${problem}` };
       }
       if (value !== undefined) params[name] = value;
     }
@@ -52,14 +52,20 @@ export class Params {
     if (this.form.elements.system.value.trim()) params.system = this.form.elements.system.value.trim();
     params.logprobs = this.form.elements.logprobs.checked;
     params.entropy = this.form.elements.entropy.checked;
-    return params;
+    return { params };
   }
 
   _check(field) {
     if (!(field.name in NUMBERS)) return;
     const { problem } = readNumber(field.name, field.value);
     field.setAttribute("aria-invalid", String(Boolean(problem)));
-    field.title = problem ?? "";
+    document.getElementById(`${field.id}-wrong`)?.remove();
+    field.removeAttribute("aria-describedby");
+    if (!problem) return;
+    const words = document.createElement("p");
+    Object.assign(words, { className: "wrong", id: `${field.id}-wrong`, textContent: problem });
+    field.after(words);
+    field.setAttribute("aria-describedby", `${field.id}-wrong`);
   }
 
   _afterReset() {

@@ -36,15 +36,14 @@ let stored = opened?.messages ?? []; // as the server has them
 // -- sending and stopping --
 
 function send(text, routes, at) {
-  const sent = params.read();
-  if (!sent) {
+  if (client.live().length) return refuse("One answer at a time: stop the running one first (Esc).");
+  const { params: sent, problem } = params.read();
+  if (problem) {
     showSide(true);
-    return false;
+    return refuse(problem);
   }
-  if (!routes.length) {
-    say("Choose at least one worker or rank.");
-    return false;
-  }
+  if (!routes.length) return refuse("Choose at least one worker or rank.");
+  refuse("");
   const turn = newId(); // answers of one turn share the question, so each route gets the same prompt
   const compare = routes.length > 1;
   const answers = routes.map((route) => client.start({ turn, compare, text, route, params: sent, ...at }));
@@ -57,10 +56,6 @@ function send(text, routes, at) {
 
 /** Asks anew at the place of an earlier turn: a branch beside it. */
 function sendAt(text, turn) {
-  if (client.live().length) {
-    say("One answer at a time: stop the running one first.");
-    return;
-  }
   const at = { conversation: place.conversation, parent: turn.place.parent ?? START };
   if (!send(text, turn.answers.length > 1 ? turn.answers.map(({ route }) => route) : picker.routes(), at)) return;
   const sent = transcript.turns.pop();
@@ -74,7 +69,7 @@ function stopAll() {
 
 function submit() {
   const text = input.value.trim();
-  if (!text || client.live().length || !send(text, picker.routes(), place)) return;
+  if (!text || !send(text, picker.routes(), place)) return;
   input.value = "";
   fitInput();
   drawComposer();
@@ -88,12 +83,14 @@ composer.addEventListener("submit", (event) => {
   else submit();
 });
 input.addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) submit();
+  else if (event.key !== "ArrowUp" || input.value || !transcript.editLast()) return;
   event.preventDefault();
-  submit();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !document.querySelector("dialog[open]") && client.live().length) stopAll();
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (narrow && closePanels()) return;
+  stopAll();
 });
 input.addEventListener("input", () => {
   fitInput();
@@ -145,10 +142,12 @@ function goOnFrom(answer) {
 function ended(answer) {
   const words = { done: "Answer finished", stopped: "Answer stopped", failed: "Answer failed", lost: "Answer lost" }[answer.phase];
   if (words) say(`${words}, ${plural(tokenCount(answer), "token")}.`);
-  if (!client.live().length) refreshBranches();
+  if (client.live().length) return;
+  refuse("");
+  refreshBranches();
 }
 
-client.addEventListener("refused", ({ detail: error }) => say(error.message));
+client.addEventListener("refused", ({ detail: error }) => refuse(error.message));
 client.addEventListener("connection", drawConnection);
 
 function drawConnection() {
@@ -163,8 +162,15 @@ function drawConnection() {
   fill(box, { text: words[name] });
 }
 
+/** For those who cannot see the transcript. */
 function say(text) {
+  document.getElementById("playground-status").textContent = text;
+}
+
+/** Why nothing was sent, beside the button; "" takes it away. Always false. */
+function refuse(text) {
   document.getElementById("playground-say").textContent = text;
+  return false;
 }
 
 // -- the stored conversation --
@@ -179,7 +185,7 @@ async function refreshBranches() {
     transcript.fillLost(stored);
     transcript.setBranches(stored, place.parent);
   } catch (error) {
-    say(error.message);
+    refuse(`The versions of this conversation cannot be shown: ${error.message}`);
   }
 }
 
@@ -209,6 +215,11 @@ function showPanel(name, isOpen) {
   if (!narrow) localStorage.setItem(`qd.${name}`, isOpen ? "open" : "closed");
 }
 
+function searchConversations() {
+  showPanel("list", true);
+  conversations.search.focus();
+}
+
 function showSide(isOpen) {
   showPanel("side", isOpen);
 }
@@ -216,11 +227,31 @@ function showSide(isOpen) {
 const narrow = matchMedia("(max-width: 1000px)").matches;
 for (const name of ["side", "list"]) {
   showPanel(name, !narrow && localStorage.getItem(`qd.${name}`) !== "closed");
-  document.getElementById(`toggle-${name}`).addEventListener("click", () => showPanel(name, page.dataset[name] !== "open"));
+  document.getElementById(`toggle-${name}`).addEventListener("click", () => {
+    const isOpen = page.dataset[name] !== "open";
+    if (narrow) closePanels();
+    showPanel(name, isOpen);
+  });
+}
+
+/** On a narrow screen the panels lie over the transcript: Esc takes them away; true if one was open. */
+function closePanels() {
+  const open = ["side", "list"].filter((name) => page.dataset[name] === "open");
+  for (const name of open) {
+    const within = document.getElementById(document.getElementById(`toggle-${name}`).getAttribute("aria-controls")).contains(document.activeElement);
+    showPanel(name, false);
+    if (within) document.getElementById(`toggle-${name}`).focus();
+  }
+  return open.length > 0;
 }
 addCommands(() => [
   { label: "New conversation", kind: "Playground", icon: "plus", run: () => { location.href = "/playground/"; } },
   { label: "Stop all answers", kind: "Playground", icon: "stop", run: stopAll },
+  { label: "Search conversations", kind: "Playground", icon: "search", run: searchConversations },
+  ...(transcript.turns.length ? [
+    { label: "Edit the last question", kind: "Playground", icon: "pencil", run: () => transcript.editLast() },
+    { label: "Regenerate the last answer", kind: "Playground", icon: "undo", run: () => sendAt(transcript.turns.at(-1).text, transcript.turns.at(-1)) },
+  ] : []),
 ]);
 
 open();

@@ -68,7 +68,8 @@ function draw() {
   rows.show(shown);
   fill(page, { count: newest.length ? String(newest.length) : "" });
   document.getElementById("no-requests").hidden = newest.length > 0;
-  document.getElementById("request-table").hidden = newest.length === 0;
+  document.getElementById("no-match").hidden = shown.length > 0 || newest.length === 0;
+  document.getElementById("request-table").hidden = shown.length === 0;
 }
 
 async function refresh() {

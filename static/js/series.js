@@ -1,16 +1,8 @@
 // Fifteen minutes of samples, one each second, as columns for the charts. Pure.
-
-import { isLoaded } from "./fleet-state.js";
+// A sample is made by console/services/history.py: flat names such as "speed.dp0", "ttft.p95".
 
 const WINDOW_S = 900;
 const SHORTEST_S = 120;
-
-/** Nearest-rank percentile of numbers; null of none. */
-export function percentile(values, share) {
-  if (!values.length) return null;
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted[Math.min(sorted.length - 1, Math.max(0, Math.ceil(share * sorted.length) - 1))];
-}
 
 /** Columns by name over one time axis; a name that appears later is null before. */
 export class SampleWindow {
@@ -18,6 +10,13 @@ export class SampleWindow {
     this.windowS = windowS;
     this.times = [];
     this.columns = new Map();
+  }
+
+  /** Takes what a server remembers, `{times, columns}`, unless it is less than what is here. */
+  load({ times, columns }) {
+    if (times.length < this.times.length) return;
+    this.times = times;
+    this.columns = new Map(Object.entries(columns));
   }
 
   /** Adds one sample; a time that is not newer than the last one is ignored. */
@@ -54,47 +53,24 @@ export class SampleWindow {
   }
 }
 
-/** One sample out of a FleetSnapshot: flat names such as "speed.dp0", "kv.dp1", "running". */
-export function sampleOf(snapshot) {
-  const sample = { running: 0, waiting: 0, speed: 0 };
-  for (const rank of snapshot.ranks) {
-    if (rank.tp !== 0) continue;
-    sample[`speed.dp${rank.dp}`] = rank.tokens_per_s;
-    sample[`kv.dp${rank.dp}`] = rank.kv_total ? (100 * rank.kv_used) / rank.kv_total : 0;
-    sample.speed += rank.tokens_per_s;
-    sample.running += rank.running;
-    sample.waiting += rank.waiting;
+/**
+ * Where a group began to serve new weights: [{at, epoch, label}], once per epoch, out of the columns
+ * "epoch.dp0", ...; `labels` are the snapshot's epochs. What served at the left edge is not new.
+ */
+export function epochMarks(window, labels) {
+  const begun = new Map();
+  for (const [name, column] of window.columns) {
+    if (!name.startsWith("epoch.")) continue;
+    let before = null;
+    column.forEach((epoch, index) => {
+      if (epoch === null || epoch === before) return;
+      const at = window.times[index];
+      if (before !== null && !(begun.get(epoch) <= at)) begun.set(epoch, at);
+      before = epoch;
+    });
   }
-  return sample;
-}
-
-/** Step times (ms) of the last `spanS` seconds over all ranks: p50 and p99. */
-export class StepTimes {
-  constructor(spanS = 30) {
-    this.spanS = spanS;
-    this.seen = [];
-  }
-
-  push(snapshot) {
-    for (const rank of snapshot.ranks) {
-      if (rank.tp === 0 && rank.running > 0) this.seen.push([snapshot.at, rank.step_s * 1000]);
-    }
-    const oldest = snapshot.at - this.spanS;
-    while (this.seen.length && this.seen[0][0] < oldest) this.seen.shift();
-    const values = this.seen.map(([, ms]) => ms);
-    return { "step.p50": percentile(values, 0.5), "step.p99": percentile(values, 0.99) };
-  }
-}
-
-/** Epoch changes between two snapshots: [{at, epoch, label}] once per new epoch. */
-export function newEpochs(before, after) {
-  if (!before) return [];
-  const known = new Set(before.ranks.map((rank) => rank.epoch));
-  const marks = new Map();
-  for (const rank of after.ranks.filter(isLoaded)) {
-    if (known.has(rank.epoch)) continue;
-    const step = rank.token_step ?? null;
-    marks.set(rank.epoch, { at: after.at, epoch: rank.epoch, label: step === null ? `epoch ${rank.epoch}` : `step ${step}` });
-  }
-  return [...marks.values()];
+  return [...begun].map(([epoch, at]) => {
+    const step = labels[epoch]?.token_step ?? null;
+    return { at, epoch, label: step === null ? `epoch ${epoch}` : `step ${step}` };
+  });
 }

@@ -2,15 +2,10 @@
 
 import { fill, h, icon, setData } from "./dom.js";
 import { feed } from "./feed.js";
-import { engineTruth, totals } from "./fleet-state.js";
-import { ago, rate, stepName } from "./format.js";
+import { engineTruth, totals, versionLine } from "./fleet-state.js";
+import { ago, rate } from "./format.js";
 
 const SHOW_AGE_S = 2;
-
-function versionLine(engine) {
-  const step = stepName(engine.token_step, engine.epoch);
-  return engine.weight_version ? `${engine.weight_version} · ${step}` : step;
-}
 
 function drawTruth(box, truth, age) {
   setData(box.querySelector(".dot"), "tone", truth.tone);
@@ -19,7 +14,7 @@ function drawTruth(box, truth, age) {
   fill(box, {
     state: truth.word,
     age: snapshot && age > SHOW_AGE_S ? ago(age) : "",
-    version: snapshot ? versionLine(snapshot.engine) : "",
+    version: snapshot ? versionLine(snapshot) : "",
     speed: snapshot ? `${rate(totals(snapshot.ranks).tokens_per_s)} tok/s` : "",
   });
   box.classList.toggle("stale", age > 10);
@@ -27,9 +22,13 @@ function drawTruth(box, truth, age) {
 
 function drawBar(bar, said) {
   bar.hidden = !said;
+  if (!said) delete bar.dataset.what;
   if (!said) return;
   if (bar.dataset.text === said.text) return;
   setData(bar, "tone", said.tone);
+  const what = said.text.replace(/\d+/g, ""); // seconds that pass are shown and not read out again
+  bar.setAttribute("aria-live", bar.dataset.what === what ? "off" : "polite");
+  bar.dataset.what = what;
   bar.dataset.text = said.text;
   bar.replaceChildren(icon(said.tone === "info" ? "info" : said.tone), h("span", {}, said.text));
 }

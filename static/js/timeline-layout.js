@@ -2,9 +2,13 @@
 
 const STEPS_S = [60, 300, 900, 3600, 10800, 21600, 43200, 86400, 172800, 604800, 2592000];
 const LEAST_WIDTH_PX = 2;
+const BESIDE_S = 5; // groups commit within moments of each other
 const LETTER_PX = 6.6; // of the 12 px label, wide enough for any system font
 
-/** Visible parts of versions: [{version, x, width, label}]; a label only where it fits. */
+/**
+ * Visible parts of versions: [{version, x, width, lane, label}]; a label only where it fits. What
+ * served beside an older version that went on (a canary) is in lane 1, all else in lane 0.
+ */
 export function segmentsOf(versions, { from, to, width }) {
   const scale = width / (to - from);
   return versions.flatMap((version) => {
@@ -14,8 +18,15 @@ export function segmentsOf(versions, { from, to, width }) {
     if (begin > to) return [];
     const x = (begin - from) * scale;
     const wide = Math.max(LEAST_WIDTH_PX, (end - begin) * scale);
-    return [{ version, x, width: wide, label: fitting(version, wide) }];
+    const lane = versions.some((other) => isBeside(version, other, to, scale)) ? 1 : 0;
+    return [{ version, x, width: wide, lane, label: fitting(version, wide) }];
   });
+}
+
+/** `version` began while `other` served, and both went on for longer than a commit of all groups takes. */
+function isBeside(version, other, to, scale) {
+  const both = Math.min(version.ended_at ?? to, other.ended_at ?? to) - version.started_at;
+  return other.started_at < version.started_at && both > BESIDE_S && both * scale > LEAST_WIDTH_PX;
 }
 
 function fitting(version, width) {

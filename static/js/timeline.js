@@ -6,8 +6,9 @@ import { marksOf, segmentsOf, ticksOf } from "./timeline-layout.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const BAR_TOP = 18;
-const BAR_HEIGHT = 32;
-const HEIGHT = 78;
+const BAR_HEIGHT = 44;
+const LANE_SHIFT = 24; // a canary leaves the upper part to the version it runs beside
+const HEIGHT = 90;
 
 function s(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
@@ -35,18 +36,21 @@ class Timeline extends HTMLElement {
     for (const { at, x } of ticksOf(window)) {
       svg.append(s("line", { x1: x, x2: x, y1: BAR_TOP, y2: BAR_TOP + BAR_HEIGHT + 6, class: "tick" }), s("text", { x: x + 4, y: HEIGHT - 8, class: "tick-label" }, when(at, to)));
     }
-    for (const segment of segmentsOf(versions, window)) svg.append(this.segment(segment, to));
+    const segments = segmentsOf(versions, window);
+    for (const segment of segments.sort((a, b) => a.lane - b.lane)) svg.append(this.segment(segment, to));
     for (const mark of marksOf(updates, window)) svg.append(this.mark(mark));
     this.replaceChildren(svg);
   }
 
-  segment({ version, x, width, label }, to) {
+  segment({ version, x, width, lane, label }, to) {
+    const top = BAR_TOP + lane * LANE_SHIFT;
+    const height = BAR_HEIGHT - lane * LANE_SHIFT;
     const served = duration((version.ended_at ?? to) - version.started_at);
     const group = s("g", { class: version.ended_at === null ? "version current" : "version", tabindex: 0, role: "button" });
     setData(group, "ramp", ramp(version.epoch));
     group.append(s("title", {}, `${version.weight_version}, epoch ${version.epoch}, served ${served} since ${when(version.started_at, to)}`),
-      s("rect", { x, y: BAR_TOP, width: Math.max(1, width - 1), height: BAR_HEIGHT, class: "fill" }), s("rect", { x, y: BAR_TOP, width: Math.max(1, width - 1), height: 4, class: "edge" }));
-    if (label) group.append(s("text", { x: x + 6, y: BAR_TOP + 21, class: "label" }, label));
+      s("rect", { x, y: top, width: Math.max(1, width - 1), height, class: "fill" }), s("rect", { x, y: top, width: Math.max(1, width - 1), height: 4, class: "edge" }));
+    if (label) group.append(s("text", { x: x + 6, y: top + 18, class: "label" }, label));
     const choose = () => this.dispatchEvent(new CustomEvent("qd-version", { detail: version }));
     group.addEventListener("click", choose);
     group.addEventListener("keydown", (event) => event.key === "Enter" && choose());

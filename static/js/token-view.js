@@ -147,13 +147,18 @@ export class TokenView {
     const { answer } = this;
     const epoch = this.epochs[span.first];
     const fixed = [
-      ["Token", h("code", {}, visible(span.text))], ["Position", `${span.first} of ${answer.tokenIds.length}`], ["Sampled by", `dp${answer.rank ?? "?"}, worker ${answer.worker}`],
+      ["Token", h("code", {}, visible(span.text))], ["Position", `${span.first}, of 0 to ${answer.tokenIds.length - 1}`], ["Logprob", nats(answer.logprobs?.[span.first])], ["Entropy", nats(answer.entropy?.[span.first])],
+      ["Sampled by", `dp${answer.rank ?? "?"}, worker ${answer.worker}`],
       ["Request", h("code", {}, answer.rid || "–")], ["Epoch", epoch], ["Step", stepOf(epoch)],
     ];
     const lineage = h("div", {}, h("span", { class: "skeleton" }));
     openSheet("Which weights sampled this token", [facts(fixed), h("h3", {}, "Those weights"), lineage]);
     lineage.replaceChildren(await lineageOf(epoch));
   }
+}
+
+function nats(value) {
+  return value === undefined || value === null ? null : `${value.toFixed(3)} nats`;
 }
 
 async function lineageOf(epoch) {

@@ -130,6 +130,13 @@ export class Transcript {
     for (const one of turn.answers) this.views.get(one).querySelector(".column-head button").setAttribute("aria-pressed", String(one === answer));
   }
 
+  /** Opens the newest question for editing; false when there is none. */
+  editLast() {
+    const turn = this.turns.at(-1);
+    if (turn) this._edit(turn);
+    return turn !== undefined;
+  }
+
   _toRival(turn, step) {
     const rival = turn.rivals[(turn.at + step + turn.rivals.length) % turn.rivals.length];
     this.onBranch(newestBelow(turn.messages, rival));

@@ -10,22 +10,32 @@ import "./timeline.js";
 import { openAction, startActions } from "./action-sheet.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, setData } from "./dom.js";
-import { bytes, duration, ramp, stepName, when } from "./format.js";
+import { feed } from "./feed.js";
+import { bytes, duration, exactly, ramp, stepName, when } from "./format.js";
 import { jobsFeed } from "./jobs-feed.js";
 import { facts, openSheet } from "./sheet.js";
 import { versionChip } from "./timeline.js";
 
+const TICK_MS = 5000;
+const SETTLE_MS = 1500; // the lineage is written down a moment after the ranks tell
 const SPANS_S = { hour: 3600, day: 86400, week: 604800 };
 
 const page = document.getElementById("weights");
 const timeline = page.querySelector("qd-timeline");
 let picture = null;
-let span = "day";
+let seen = feed.snapshot?.ranks.map(({ epoch }) => epoch).join() ?? "";
+let soon = 0;
+let readAt = 0; // performance.now() when the picture came
+let span = ""; // "": a day, or all when that is less than an hour
+
+/** The server's clock now: the newest version is still served while the page is open. */
+const nowS = () => picture.now + (performance.now() - readAt) / 1000;
 
 function drawTimeline() {
-  const oldest = picture.versions.at(-1)?.started_at ?? picture.now - SPANS_S.hour;
-  const from = span === "all" ? oldest : picture.now - SPANS_S[span];
-  timeline.show({ versions: picture.versions, updates: picture.updates, from, to: picture.now });
+  const oldest = picture.versions.at(-1)?.started_at ?? nowS() - SPANS_S.hour;
+  span ||= nowS() - oldest < SPANS_S.hour ? "all" : "day";
+  const from = span === "all" ? oldest : nowS() - SPANS_S[span];
+  timeline.show({ versions: picture.versions, updates: picture.updates, from, to: nowS() });
   for (const button of page.querySelectorAll("[data-span]")) button.setAttribute("aria-pressed", String(button.dataset.span === span));
 }
 
@@ -36,13 +46,14 @@ function drawCurrent() {
   if (!current) return;
   setData(box.querySelector(".swatch"), "ramp", ramp(current.epoch));
   const mixed = new Set(picture.groups.map(({ epoch }) => epoch)).size > 1;
+  box.querySelector("dl").hidden = box.querySelector(".swatch").hidden = mixed; // of one version only
   fill(box, {
     version: mixed ? "Mixed" : current.weight_version,
-    serving: [
+    serving: mixed ? `since ${when(current.started_at)}, ${duration(nowS() - current.started_at)}` : [
       ...(current.token_step === null ? [] : [stepName(current.token_step, current.epoch)]), `epoch ${current.epoch}`,
-      `since ${when(current.started_at)}, ${duration(picture.now - current.started_at)}`,
+      `since ${when(current.started_at)}, ${duration(nowS() - current.started_at)}`,
     ].join(" · "),
-    source: current.source, checksum: current.checksum || "of the model's own files: not taken",
+    source: current.source, checksum: current.checksum || "not taken of the model's own files",
     groups: mixed ? picture.groups.map((group) => `dp${group.dp}: ${group.weight_version}, ${stepName(group.token_step, group.epoch)}`).join(" · ") : "",
   });
 }
@@ -52,7 +63,7 @@ function drawVersions() {
     const row = fromTemplate("version-row");
     row.querySelector("[data-chip]").append(versionChip(version));
     fill(row, {
-      step: version.token_step ?? "–", epoch: version.epoch, served: duration((version.ended_at ?? picture.now) - version.started_at),
+      step: version.token_step ?? "–", epoch: version.epoch, served: duration((version.ended_at ?? nowS()) - version.started_at),
       since: when(version.started_at), source: version.source, actor: version.actor,
     });
     const back = row.querySelector("[data-do=back]");
@@ -82,8 +93,8 @@ function drawCheckpoints() {
 
 function showVersion(version) {
   openSheet(version.weight_version, [facts([
-    ["Epoch", version.epoch], ["Trainer step", version.token_step], ["Served from", when(version.started_at)], ["Until", version.ended_at ? when(version.ended_at) : "now"],
-    ["Served for", duration((version.ended_at ?? picture.now) - version.started_at)], ["Source", h("code", {}, version.source)], ["Checksum", h("code", {}, version.checksum)],
+    ["Epoch", version.epoch], ["Trainer step", version.token_step], ["Served from", exactly(version.started_at)], ["Until", version.ended_at ? exactly(version.ended_at) : "now"],
+    ["Served for", duration((version.ended_at ?? nowS()) - version.started_at)], ["Source", h("code", {}, version.source)], ["Checksum", h("code", {}, version.checksum)],
     ["By", version.actor], ["Update", version.job ? h("a", { href: `/jobs/${version.job}/` }, `job ${version.job}`) : "served since the start"],
   ])]);
 }
@@ -104,6 +115,7 @@ async function refresh() {
   const problem = document.getElementById("weights-problem");
   try {
     picture = await get("/api/weights");
+    readAt = performance.now();
     problem.hidden = true;
     page.querySelector(".loading").hidden = true;
     page.querySelector(".loaded").hidden = false;
@@ -128,6 +140,26 @@ timeline.addEventListener("qd-update", ({ detail }) => { location.href = `/jobs/
 document.getElementById("served-at").addEventListener("submit", showServedAt);
 jobsFeed.watch();
 jobsFeed.addEventListener("job", ({ detail: job }) => ["reload_weights", "roll_back", "register_checkpoint"].includes(job.kind) && refresh());
+
+/** Time goes on while nothing happens; a row is not made anew for it. */
+function tick() {
+  if (document.hidden || !picture?.versions.length) return;
+  drawCurrent();
+  fill(document.querySelector("#versions tbody tr"), { served: duration(nowS() - picture.versions[0].started_at) });
+  if (!timeline.contains(document.activeElement)) drawTimeline();
+}
+
+/** Weights also change by the engine's own hand: a rank that comes back, a push without this console. */
+function look() {
+  const serving = feed.snapshot?.ranks.map(({ epoch }) => epoch).join() ?? "";
+  if (serving === seen) return;
+  seen = serving;
+  clearTimeout(soon);
+  soon = setTimeout(refresh, SETTLE_MS);
+}
+
+feed.addEventListener("change", look);
+setInterval(tick, TICK_MS);
 startActions();
 refresh();
 setInterval(() => document.hidden || refresh(), 10000);

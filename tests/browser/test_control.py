@@ -82,6 +82,8 @@ def test_the_audit_lists_who_did_it_and_the_chain_holds(page: Page, served):
     row = page.locator("#audit tbody tr", has_text="reload_weights").first
     expect(row).to_contain_text("user:admin")
     expect(row).to_contain_text("page")
+    page.get_by_role("button", name="Verify chain").click()
+    expect(page.locator("#chain")).to_contain_text("Unbroken")
     page.get_by_label("Search the audit").fill("nobody of that name")
     expect(page.locator("#audit .nothing")).to_be_visible()
     assert "unbroken" in served.manage("audit", "verify")

@@ -73,6 +73,79 @@ def test_an_edited_question_is_a_branch_and_the_first_one_stays(page, served):
     expect(page.locator(".answer-body").last).to_contain_text("first way")
 
 
+def test_a_conversation_is_renamed_found_exported_and_deleted_by_keyboard(page, served):
+    page.goto(f"{served.url}/playground/")
+    ask(page, "[[say to be renamed]]")
+    page.locator("#conversations li a").first.press("F2")
+    page.get_by_label("Title").fill("The renamed one")
+    page.keyboard.press("Enter")
+    row = page.locator("#conversations li", has_text="The renamed one")
+    expect(row.locator("a").first).to_be_focused()
+    page.get_by_label("Search conversations").fill("renamed one")
+    expect(page.locator("#conversations li")).to_have_count(1)
+    page.keyboard.press("Control+k")
+    page.keyboard.type("export markdown")
+    with page.expect_download() as download:
+        page.keyboard.press("Enter")
+    assert "to be renamed" in download.value.path().read_text()
+    row.locator("a").first.press("Delete")
+    page.get_by_role("dialog").get_by_role("button", name="Delete conversation").click()
+    page.wait_for_url("**/playground/")
+    expect(row).to_have_count(0)
+
+
+def test_the_last_question_is_edited_and_its_answer_made_again_by_keyboard(page, served):
+    page.goto(f"{served.url}/playground/")
+    ask(page, "[[say one]]")
+    page.get_by_role("textbox", name="Message").press("ArrowUp")
+    page.get_by_role("textbox", name="Edit the message").fill("[[say two]]")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("qd-answer[data-phase=done] .answer-body")).to_have_text("two")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("regenerate")
+    page.keyboard.press("Enter")
+    expect(page.locator(".branches")).to_contain_text("3 of 3")
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+
+
+def test_what_cannot_be_sent_says_why(page, served):
+    page.goto(f"{served.url}/playground/")
+    page.get_by_label("Temperature").fill("3")
+    page.get_by_role("textbox", name="Message").fill("hello")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert")).to_have_text("Temperature: From 0 to 2.")
+    expect(page.get_by_label("Temperature")).to_be_focused()
+    page.get_by_label("Temperature").fill("")
+    page.get_by_role("textbox", name="Message").fill("a long story")
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("qd-answer[data-phase=streaming]")).to_be_visible()
+    page.get_by_role("textbox", name="Message").fill("another")
+    page.keyboard.press("Control+Enter")
+    expect(page.get_by_role("alert").first).to_contain_text("One answer at a time")
+    page.keyboard.press("Escape")
+    expect(page.get_by_text("slot freed")).to_be_visible()
+    expect(page.get_by_text("One answer at a time")).to_have_count(0)
+
+
+def test_code_in_an_answer_can_be_copied(page, served):
+    page.goto(f"{served.url}/playground/")
+    ask(page, "[[say ```\nx = 1\n```]]")
+    expect(page.locator(".answer-body .code pre")).to_have_text("x = 1")
+    page.get_by_role("button", name="Copy the code").click()
+    expect(page.get_by_role("button", name=re.compile("Copied|Selected"))).to_be_visible()
+
+
+def test_charts_show_what_was_before_the_page_was_opened(page, served):
+    served.post("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 20}})
+    page.wait_for_timeout(1500)
+    page.goto(f"{served.url}/fleet/")
+    for chart in ("#chart-ttft", "#chart-itl"):
+        words = re.compile(r"p50 [\d.]+, p95 [\d.]+")
+        expect(page.locator(f"{chart} .plot")).to_have_attribute("aria-label", words)
+    page.locator("#chart-speed").get_by_role("button").click()
+    expect(page.locator("#chart-speed tbody tr")).not_to_have_count(0)
+
+
 def test_a_key_is_shown_once_and_can_be_revoked(page, served):
     page.goto(f"{served.url}/keys/")
     page.get_by_role("button", name="Create key").first.click()

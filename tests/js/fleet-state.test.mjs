@@ -3,8 +3,8 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 
-import { ageOf, applyFrame, engineTruth, toneOf, totals } from "../../static/js/fleet-state.js";
-import { SampleWindow, StepTimes, newEpochs, percentile, sampleOf } from "../../static/js/series.js";
+import { ageOf, applyFrame, engineTruth, toneOf, totals, versionLine } from "../../static/js/fleet-state.js";
+import { SampleWindow, epochMarks } from "../../static/js/series.js";
 
 const rank = (dp, tp, more = {}) => ({ dp, tp, state: "running", epoch: 1, weight_version: "v1", token_step: 10, running: 2, waiting: 1, kv_used: 50, kv_total: 100, tokens_per_s: 30, step_s: 0.02, seen_at: 100, ...more });
 const engine = { state: "running", epoch: 1, weight_version: "v1", token_step: 10, model: "m", reason: "" };
@@ -59,6 +59,10 @@ test("mixed weights name what each group serves", () => {
   const mixed = { ...snapshot, engine: { ...engine, state: "mixed" }, ranks: [rank(0, 0), rank(1, 0, { weight_version: "v2" })] };
   const truth = engineTruth({ snapshot: mixed, receivedAt: 500 }, open, 500);
   assert.match(truth.bar.text, /dp0 serves v1, dp1 serves v2/);
+  const starting = { ...mixed, ranks: [rank(0, 0), rank(1, 0, { state: "starting", seen_at: 0 })] };
+  assert.equal(engineTruth({ snapshot: starting, receivedAt: 500 }, open, 500).bar.text, "Mixed weights: dp0 serves v1, dp1·tp0 is starting.");
+  assert.equal(versionLine({ ...mixed, engine: { ...mixed.engine, epoch: null, weight_version: null, token_step: null } }), "v1, v2");
+  assert.equal(versionLine(snapshot), "v1 · step 10");
 });
 
 test("a rank that is down is named while the engine runs", () => {
@@ -66,11 +70,6 @@ test("a rank that is down is named while the engine runs", () => {
   assert.match(engineTruth({ snapshot: down, receivedAt: 500 }, open, 500).bar.text, /dp1·tp0 is restarting/i);
   const degraded = { ...down, engine: { ...engine, state: "degraded" } };
   assert.equal(engineTruth({ snapshot: degraded, receivedAt: 500 }, open, 500).bar.text, "Degraded: dp1·tp0 is restarting.");
-});
-
-test("a rank that has not loaded yet makes no version mark", () => {
-  const restarted = { ...snapshot, at: 101, ranks: [rank(0, 0, { epoch: 0, seen_at: 0 }), rank(1, 0)] };
-  assert.deepEqual(newEpochs(snapshot, restarted), []);
 });
 
 test("a window forgets what is older than its length and pads what came later", () => {
@@ -94,17 +93,20 @@ test("a young chart shows two minutes and grows to the whole window", () => {
   assert.deepEqual(window.range(), { min: 1600, max: 2500 });
 });
 
-test("percentiles are nearest-rank", () => {
-  assert.equal(percentile([], 0.5), null);
-  assert.equal(percentile([5, 1, 3], 0.5), 3);
-  assert.equal(percentile(Array.from({ length: 100 }, (_, index) => index + 1), 0.99), 99);
+test("the server's memory fills a window and never empties it", () => {
+  const window = new SampleWindow(900);
+  window.load({ times: [1, 2], columns: { a: [5, 6] } });
+  window.push(3, { a: 7, b: 1 });
+  assert.deepEqual(window.column("a"), [5, 6, 7]);
+  assert.deepEqual(window.column("b"), [null, null, 1]);
+  window.load({ times: [3], columns: { a: [9] } });
+  assert.equal(window.times.length, 3);
 });
 
-test("samples, step times and version marks come out of snapshots", () => {
-  assert.deepEqual(sampleOf(snapshot), { running: 4, waiting: 2, speed: 60, "speed.dp0": 30, "kv.dp0": 50, "speed.dp1": 30, "kv.dp1": 50 });
-  const times = new StepTimes(30);
-  assert.deepEqual(times.push(snapshot), { "step.p50": 20, "step.p99": 20 });
-  const after = { ...snapshot, at: 101, ranks: [rank(0, 0, { epoch: 2, token_step: 11 }), rank(1, 0)] };
-  assert.deepEqual(newEpochs(snapshot, after), [{ at: 101, epoch: 2, label: "step 11" }]);
-  assert.deepEqual(newEpochs(null, after), []);
+test("new weights are marked once, at the first group that serves them", () => {
+  const window = new SampleWindow(900);
+  const epochs = [[1, 1], [1, null], [1, 2], [null, 2], [2, 2], [3, 2]];
+  epochs.forEach(([dp0, dp1], at) => window.push(at, { "epoch.dp0": dp0, "epoch.dp1": dp1, speed: at }));
+  const labels = { 2: { weight_version: "v2", token_step: 11 } };
+  assert.deepEqual(epochMarks(window, labels), [{ at: 2, epoch: 2, label: "step 11" }, { at: 5, epoch: 3, label: "epoch 3" }]);
 });

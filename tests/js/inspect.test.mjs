@@ -27,6 +27,11 @@ test("a version outside the window is not drawn, a short one still can be seen",
   assert.equal(short.label, "");
 });
 
+test("a canary is drawn beside the version that went on, a version that took over is not", () => {
+  const lanes = segmentsOf([version(3, 1800, null), version(2, 1500, 1600), version(1, 1000, 1801)], window).map(({ lane }) => lane);
+  assert.deepEqual(lanes, [0, 1, 0]);
+});
+
 test("a version that has only just begun is drawn at the right edge", () => {
   assert.equal(segmentsOf([version(1, 2000, null)], window)[0].x, 1000);
 });

@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 
 import { explain } from "../../static/js/advice.js";
-import { ago, bytes, duration, percent, plural, rate, stepName, when, whenShort } from "../../static/js/format.js";
+import { ago, bytes, duration, exactly, percent, plural, rate, stepName, when, whenShort } from "../../static/js/format.js";
 import { readNumber, readStops } from "../../static/js/params.js";
 import { backoffMs } from "../../static/js/socket.js";
 import { CLIENTS } from "../../static/js/snippets.js";
@@ -23,6 +23,7 @@ test("times are shorter the closer they are", () => {
   assert.equal(when(now - 86400, now), "Mon 15:00");
   assert.equal(whenShort(now - 86400, now), "Mon");
   assert.equal(when(now - 30 * 86400, now), "8 Feb");
+  assert.deepEqual([exactly(now - 61, now), exactly(now - 86400, now), exactly(now - 366 * 86400, now)], ["14:58:59", "9 Mar 15:00:00", "9 Mar 2025 15:00:00"]);
 });
 
 test("a step without a trainer is named by its epoch", () => {

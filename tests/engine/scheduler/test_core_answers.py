@@ -344,3 +344,10 @@ def test_a_step_in_flight_does_not_give_a_token_to_an_aborted_request():
     assert plan is not None and plan.ends == [0]
     rig.drain()
     assert len(rig.answer("b").output_ids) == 5
+
+
+def test_delays_are_counted_from_the_receipt_and_between_tokens():
+    rig = Rig()
+    rig.run(request("a", [1, 2, 3], max_new_tokens=4, ignore_eos=True, received_at=98.5))
+    assert (rig.core.ttft.sum_s, sum(rig.core.ttft.counts)) == (2.5, 1)
+    assert (rig.core.itl.sum_s, sum(rig.core.itl.counts)) == (3.0, 3)
