@@ -13,12 +13,12 @@ django.setup(set_prefix=False)
 from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402 - needs the app registry
 
 from console.lifespan import Lifespan  # noqa: E402
-from console.uploads import SpooledUploads  # noqa: E402
+from console.uploads import BoundedBodies, SpooledUploads  # noqa: E402
 from console.urls import websocket_urlpatterns  # noqa: E402
 
 application = ProtocolTypeRouter(
     {
-        "http": SpooledUploads(get_asgi_application()),
+        "http": SpooledUploads(BoundedBodies(get_asgi_application())),
         "websocket": URLRouter(websocket_urlpatterns),
         "lifespan": Lifespan(),
     }

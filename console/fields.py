@@ -1,14 +1,16 @@
 """Fields that came from outside, as typed structs; a mismatch becomes a sentence with its place.
 
 Numbers and truth values may come as strings, as some trainers send them; unknown fields are let
-through.
+through. Every number has bounds that wire, database and JSON can hold: ``Int``, ``Number`` or
+tighter ones.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -16,6 +18,14 @@ from engine.errors import BadRequest
 
 T = TypeVar("T")
 
+MOST = 2**63 - 1  # of a whole number in MessagePack, in a database and in a tensor
+Int = Annotated[int, msgspec.Meta(ge=-MOST, le=MOST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+NESTED = "the body nests too deeply"
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(?P<name>\w+)`")
 
@@ -36,6 +46,8 @@ def read_json(content: bytes, kind: type[T]) -> T:
         raise _bad_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise BadRequest(NESTED) from None
 
 
 def read_fields(given: Mapping[str, Any], kind: type[T]) -> T:
@@ -44,6 +56,15 @@ def read_fields(given: Mapping[str, Any], kind: type[T]) -> T:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise _bad_field(str(error)) from None
+    except RecursionError:
+        raise BadRequest(NESTED) from None
+
+
+def read_number(name: str, text: str) -> int:
+    """A count out of a query string."""
+    if not text.isdecimal() or len(text) > 18:
+        raise BadField(f"{name} must be a number of at most 18 digits", param=name)
+    return int(text)
 
 
 def _bad_field(sentence: str) -> BadField:

@@ -7,7 +7,6 @@ only on this worker's unix socket.
 
 from __future__ import annotations
 
-import http.cookies
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
@@ -15,6 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncWebsocketConsumer
 from django.conf import settings
+from django.http import parse_cookie
 from django.http.request import split_domain_port, validate_host
 
 from console import auth
@@ -98,11 +98,10 @@ async def principal_of_scope(scope: Scope) -> auth.Principal:
         return await database_sync_to_async(auth.principal_of_ticket)(ticket[0])
     if "origin" not in headers:  # a cookie without an origin is no browser's
         return auth.ANONYMOUS
-    cookies = http.cookies.SimpleCookie(headers.get("cookie", ""))
-    session = cookies.get(settings.SESSION_COOKIE_NAME)
-    if session is None:
+    session_key = parse_cookie(headers.get("cookie", "")).get(settings.SESSION_COOKIE_NAME)
+    if not session_key:
         return auth.ANONYMOUS
-    return await auth.session_principal(session.value)
+    return await auth.session_principal(session_key)
 
 
 def origin_allowed(origin: str, host: str) -> bool:
@@ -112,4 +111,7 @@ def origin_allowed(origin: str, host: str) -> bool:
     domain, _ = split_domain_port(host)
     if not domain or not validate_host(domain, settings.ALLOWED_HOSTS):
         return False
-    return urlsplit(origin).netloc.lower() == host.lower()
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # it is no URL
+        return False

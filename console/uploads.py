@@ -1,7 +1,8 @@
-"""Large bodies go to disk as they come in, before Django would collect them.
+"""Large bodies: to disk as they come in for the one route that takes gigabytes, else refused.
 
-Wraps the HTTP application for the one route that takes gigabytes. Only who may control the engine
-may fill the disk: the key is checked here first, and again by the route's own access.
+Wraps the HTTP application, because Django collects a body before it knows who sends it. Only who
+may control the engine may fill the disk: the key is checked here first, and again by the route's
+own access.
 """
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
+from django.conf import settings
+
+from console.api.errors import error_body
 from console.services import keys, spool
-from engine.errors import QuarterdeckError
+from engine.errors import BadRequest, QuarterdeckError
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -54,6 +59,36 @@ async def _may_upload(headers: dict[str, str]) -> bool:
     except QuarterdeckError:
         return False
     return principal.may("control_engine")
+
+
+class BoundedBodies:
+    """Refuses a body beyond what any other route takes (``DATA_UPLOAD_MAX_MEMORY_SIZE``)."""
+
+    def __init__(self, application: Application) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        most = settings.DATA_UPLOAD_MAX_MEMORY_SIZE
+        taken = 0
+
+        async def bounded() -> Mapping[str, Any]:
+            nonlocal taken
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken <= most:
+                return message
+            await _refuse(send, f"the body is larger than {most} bytes")
+            return {"type": "http.disconnect"}
+
+        await self._application(scope, bounded, send)
+
+
+async def _refuse(send: Send, sentence: str) -> None:
+    """413, and the end of the connection: the rest of the body is not read."""
+    error = BadRequest(sentence, status_code=413, err_type="body_too_large")
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": msgspec.json.encode(error_body(error))})
 
 
 class _Body:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +39,8 @@ SILENCE_S = 5.0  # no heartbeat for so long: local requests end with engine_unre
 JOIN_RETRY_S = 0.25
 ANSWER_GRACE_S = 2.0  # the router answers at the deadline; a reply needs a moment to get here
 STREAM_BYTES = 2**20  # undelivered rows of one request; beyond it the request fails
-LONG_TEXT = 20_000  # characters; longer texts are tokenized on a thread
+LONG_TEXT = 2_000  # characters, some 2 ms; longer texts are tokenized on a thread
+TOKEN_CHARACTERS = 256  # no vocabulary has a longer token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,9 @@ class SamplingDefaults:
         return SamplingDefaults(**{name: given[name] for name in names if given.get(name)})
 
 
+Given = TypeVar("Given")
+
+
 class TokenizerWorker:
     """Prompts to token ids, checked against the model's limits."""
 
@@ -106,14 +111,33 @@ class TokenizerWorker:
         check_stops(request.sampling.stop, request.sampling.stop_regex)
         if request.input_ids is not None:
             ids = request.input_ids
-        elif request.text is not None and len(request.text) > LONG_TEXT:
-            ids = await asyncio.to_thread(self.tokenizer.encode, request.text)
         elif request.text is not None:
-            ids = self.tokenizer.encode(request.text)
+            ids = await self.encode(request.text)
         else:
-            ids = self.tokenizer.apply_chat_template(request.messages or [])
+            messages = request.messages or []
+            characters = sum(len(str(part)) for each in messages for part in each.values())
+            ids = await self._beside(characters, self.tokenizer.apply_chat_template, messages)
         self._check(ids)
         return ids
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ``BadRequest`` for a text that no context can hold."""
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await self._beside(len(text), encode, text)
+
+    async def _beside(
+        self, characters: int, encode: Callable[[Given], list[int]], given: Given
+    ) -> list[int]:
+        """A long text takes seconds: it holds up nobody, and one that cannot fit is not begun."""
+        if characters > self.max_context * TOKEN_CHARACTERS:
+            raise BadRequest(
+                f"the prompt has {characters} characters; the model's context is "
+                f"{self.max_context} tokens",
+                err_type="context_length_exceeded",
+            )
+        if characters > LONG_TEXT:
+            return await asyncio.to_thread(encode, given)
+        return encode(given)
 
     def _check(self, ids: list[int]) -> None:
         if not ids:
@@ -173,10 +197,17 @@ class _Streams:
         self.wake.set()
 
     def take(self) -> list[tuple[int, m.StrRow]]:
-        rows, self.rows = self.rows, []
+        """What came since the last call, one row per request: a slow reader gets fewer rows."""
+        waiting: dict[int, list[m.StrRow]] = {}
+        for index, row in self.rows:
+            waiting.setdefault(index, []).append(row)
+        self.rows = []
         self.sizes.clear()
         self.wake.clear()
-        return rows
+        return [
+            (index, rows[0] if len(rows) == 1 else m.merge_all(rows))
+            for index, rows in waiting.items()
+        ]
 
 
 class _Connection:
@@ -295,6 +326,10 @@ class EngineClient:
     @property
     def sampling_defaults(self) -> SamplingDefaults:
         return self._ready().defaults
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises ``BadRequest`` for a text that no context can hold."""
+        return await self._ready().encode(text, add_special_tokens=add_special_tokens)
 
     def subscribe(self, callback: Callable[[m.FleetSnapshot], None]) -> Callable[[], None]:
         """``callback`` gets each snapshot, in the loop; the result unsubscribes it."""

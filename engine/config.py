@@ -78,6 +78,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     collective_timeout_s: float = 600.0
     pause_lease_s: float = 1800.0
     session_idle_s: float = 60.0  # a weight session that nobody touches is dropped after this
+    restore: bool = True  # a start serves the last committed weights and keeps their pause
     scripted_step_s: float = 0.0  # scripted backend: seconds per step
     epoch: int = 1  # of the weights to start with; set by the launcher, like all below
     weight_paths: tuple[str, ...] = ()  # where they are, later files win; (): ``model_path``

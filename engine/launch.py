@@ -41,7 +41,7 @@ from engine.process_guard import (
     die_with_parent,
     set_up_logging,
 )
-from engine.router.ledger import load_ledger
+from engine.router.ledger import begin_anew, load_ledger
 from engine.runfile import RunFile, read_run_file, run_file_path, write_run_file
 from engine.wire import PushSocket
 
@@ -133,6 +133,8 @@ class Launcher:
     # ------------------------------------------------------------------ the three phases
 
     def startup(self) -> None:
+        if not self._config.restore:
+            begin_anew(self._config)
         self._publish("starting")
         self._start(self._router)
 
@@ -353,6 +355,7 @@ def run(config: EngineConfig) -> int:
     die_with_parent("engine")
     set_up_logging("engine")
     stop = StopFlag()
+    load_ledger(config)  # a damaged one stops the start with its sentence
     run_dir, _lock_file = make_run_dir()
     launcher = Launcher(msgspec.structs.replace(config, run_dir=str(run_dir), generation=1), stop)
     try:

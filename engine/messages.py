@@ -956,6 +956,35 @@ def row_for(request: Any, kind: type[RowT], **fields: Any) -> RowT:
     return kind(rid=request.rid, http_worker_ipc=request.http_worker_ipc, **fields)
 
 
+def no_output_logprobs(asked: LogprobParams) -> OutputLogprobs:
+    """The families that were asked for, of no token."""
+    return OutputLogprobs(values=[], **_no_candidates(asked))
+
+
+def no_input_logprobs(asked: LogprobParams) -> InputLogprobs:
+    """The families that were asked for, of no token."""
+    return InputLogprobs(ids=[], values=[], **_no_candidates(asked))
+
+
+def _no_candidates(asked: LogprobParams) -> dict[str, Any]:
+    wanted = {"top": asked.top_num > 0, "token_ids": asked.token_ids is not None}
+    return {name: TopLogprobs(ids=[], values=[]) for name, wants in wanted.items() if wants}
+
+
+def no_families(request: TokenizedGenerateReqInput) -> dict[str, Any]:
+    """The optional fields that ``request`` asked for, of an answer that no rank has begun."""
+    fields: dict[str, Any] = {}
+    if request.logprob is not None:
+        fields["output_logprobs"] = no_output_logprobs(request.logprob)
+        if request.logprob.start_len >= 0:
+            fields["input_logprobs"] = no_input_logprobs(request.logprob)
+    if request.return_entropy:
+        fields["entropy"] = []
+    if request.return_hidden_states:
+        fields["hidden"] = Hidden(width=0, data=b"")
+    return fields
+
+
 def local_end(rid: str, finish: Finish) -> StrRow:
     """A terminal row that a client makes for its own reader: it never leaves the process."""
     return StrRow(rid=rid, http_worker_ipc="", finish=finish)

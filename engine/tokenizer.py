@@ -91,12 +91,16 @@ class Tokenizer:
     # ------------------------------------------------------------------ text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises ``BadRequest`` for a text that is not Unicode (a lone surrogate)."""
+        """Raises ``BadRequest`` for a text that is not Unicode (a lone surrogate).
+
+        Other threads run meanwhile: ``encode`` of the library would hold them up.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"the text is not valid Unicode: {error}") from error
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(
         self,

@@ -140,7 +140,10 @@ def _unlink(address: str) -> None:
 
 
 class PushSocket:
-    """Connects to ``address``. ``send`` never blocks: False means the queue is full."""
+    """Connects to ``address``. ``send`` never blocks: False means the queue is full.
+
+    Raises ValueError and OSError for what is no address.
+    """
 
     def __init__(self, address: str, *, hwm: int = 20_000) -> None:
         check_address(address)
@@ -150,7 +153,11 @@ class PushSocket:
         self._socket.setsockopt(zmq.SNDHWM, hwm)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise OSError(error.errno, f"cannot connect {address}: {error}") from error
 
     def send(self, message: msgspec.Struct) -> bool:
         return self.send_frame(Codec.encode(message))
@@ -176,6 +183,7 @@ class SocketMapping:
     def __init__(self, *, hwm: int = INBOX_FRAMES) -> None:
         self._hwm = hwm
         self._sockets: dict[str, PushSocket] = {}
+        self._complained_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._sockets)
@@ -188,11 +196,16 @@ class SocketMapping:
         if socket is None:
             try:
                 socket = PushSocket(inbox, hwm=self._hwm)
-            except (ValueError, zmq.ZMQError) as error:
-                log.warning("cannot reach inbox %.120r: %s", inbox, error)
+            except (ValueError, OSError) as error:
+                self._complain(inbox, error)
                 return False
             self._sockets[inbox] = socket
         return socket.send_frame(frame)
+
+    def _complain(self, inbox: str, error: Exception) -> None:
+        if time.monotonic() - self._complained_at > COMPLAIN_EVERY_S:
+            self._complained_at = time.monotonic()
+            log.warning("cannot reach inbox %.120r: %s", inbox, error)
 
     def evict(self, inbox: str) -> None:
         """Closes the inbox's socket and drops what it had queued."""

@@ -25,6 +25,7 @@ PURE = (
     "engine/scheduler/blocks.py",
     "engine/scheduler/radix.py",
     "engine/detokenizer/incremental.py",
+    "engine/detokenizer/regex_size.py",
     "engine/detokenizer/stops.py",
     "engine/detokenizer/text.py",
     "engine/scheduler/memory.py",

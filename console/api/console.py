@@ -14,7 +14,7 @@ from console.access import requires
 from console.api.answers import json_answer
 from console.api.meta import as_base64
 from console.api.schemas import ConversationBody, decode
-from console.fields import BadField
+from console.fields import BadField, read_number
 from console.http import ApiRequest
 from console.services import conversations, fleet, tokens
 from console.worker import this_worker
@@ -51,16 +51,10 @@ async def list_conversations(request: ApiRequest) -> HttpResponse:
     page = await database_sync_to_async(conversations.page)(
         request.principal,
         words=request.GET.get("q", ""),
-        offset=number_of("offset", request.GET.get("offset", "0")),
+        offset=read_number("offset", request.GET.get("offset", "0")),
         size=PAGE_SIZE,
     )
     return json_answer(page)
-
-
-def number_of(name: str, raw: str) -> int:
-    if not raw.isdecimal():
-        raise BadField(f"{name} must be numbers, got {raw!r}", param=name)
-    return int(raw)
 
 
 @require_http_methods(["GET", "PATCH", "DELETE"])
@@ -112,5 +106,5 @@ async def export_conversation(request: ApiRequest, conversation_id: int) -> Http
 async def token_bytes(request: ApiRequest) -> HttpResponse:
     """``?ids=1,2,3``: the exact bytes of tokens, base64, by id."""
     tokenizer = this_worker().engine.tokenizer
-    ids = [number_of("ids", raw) for raw in request.GET.get("ids", "").split(",")]
+    ids = [read_number("ids", raw) for raw in request.GET.get("ids", "").split(",")]
     return json_answer({"tokens": {i: as_base64(tokens.token_bytes(tokenizer, i)) for i in ids}})

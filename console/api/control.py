@@ -58,12 +58,17 @@ def via_of(request: ApiRequest) -> str:
 async def act(request: ApiRequest, name: str, given: dict[str, Any]) -> HttpResponse:
     """Performs an action and answers as SGLang's clients expect, refusals too."""
     try:
-        doing = await start(request, name, given)
-        wanted_s = TAKEN_S if given.get("is_async") else catalogue.find(name).read(given).wait_s
-        job = await doing.soon(wanted_s + MARGIN_S if wanted_s != TAKEN_S else TAKEN_S)
+        return answer(*await take(request, name, given))
     except QuarterdeckError as error:
         return refusal(error)
-    return answer(job, waited=wanted_s != TAKEN_S)
+
+
+async def take(request: ApiRequest, name: str, given: dict[str, Any]) -> tuple[Job, bool]:
+    """The job as it is when the caller wants its answer, and whether that is the end."""
+    doing = await start(request, name, given)
+    if given.get("is_async"):
+        return await doing.soon(TAKEN_S), False
+    return await doing.soon(catalogue.find(name).read(given).wait_s + MARGIN_S), True
 
 
 async def start(request: ApiRequest, name: str, given: dict[str, Any]) -> control.Doing:
@@ -87,7 +92,7 @@ def refusal(error: QuarterdeckError) -> HttpResponse:
     return response
 
 
-def answer(job: Job, *, waited: bool = True) -> HttpResponse:
+def answer(job: Job, waited: bool = True) -> HttpResponse:
     """How the job ended; when it has not: 200 for who did not wait, else 504."""
     success = job.state in (Job.State.DONE, Job.State.PARTIAL)
     head: dict[str, Any] = {"job": job.pk, "state": job.state}

@@ -12,7 +12,7 @@ from django.http import HttpResponse, HttpResponseBase, StreamingHttpResponse
 from console.http import ApiRequest
 
 CHUNK_BYTES = 256 * 1024
-RANGE = re.compile(r"bytes=(\d*)-(\d*)")
+RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 async def answer(request: ApiRequest, path: Path) -> HttpResponseBase:

@@ -10,10 +10,9 @@ from django.views.decorators.http import require_GET, require_POST
 
 from console.access import requires
 from console.api.answers import json_answer
-from console.api.console import number_of
 from console.api.control import start
 from console.database import in_database
-from console.fields import read_json
+from console.fields import read_json, read_number
 from console.http import ApiRequest
 from console.models import AuditEntry
 from console.services import audit, control, disk, job_view, jobs, requests
@@ -54,7 +53,7 @@ async def list_jobs(request: ApiRequest) -> HttpResponse:
     ask = request.GET
     page = await in_database(
         job_view.page,
-        offset=number_of("offset", ask.get("offset", "0")),
+        offset=read_number("offset", ask.get("offset", "0")),
         size=PAGE_SIZE,
         state=ask.get("state", ""),
         kind=ask.get("kind", ""),
@@ -77,7 +76,7 @@ async def list_audit(request: ApiRequest) -> HttpResponse:
     ask = request.GET
     page = await in_database(
         audit.page,
-        offset=number_of("offset", ask.get("offset", "0")),
+        offset=read_number("offset", ask.get("offset", "0")),
         size=PAGE_SIZE,
         actor=ask.get("actor", ""),
         action=ask.get("action", ""),

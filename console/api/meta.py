@@ -140,8 +140,8 @@ def tokens_of(row: StrRow) -> set[int]:
 
 
 def hidden_states(row: StrRow) -> list[list[float]]:
-    """One list of ``width`` floats per position."""
-    if row.hidden is None:
+    """One list of ``width`` floats per position; the width is 0 where nothing was computed."""
+    if row.hidden is None or not row.hidden.width:
         return []
     width, data = row.hidden.width, row.hidden.data
     return [list(values) for values in struct.iter_unpack(f"<{width}f", data)]

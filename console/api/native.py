@@ -29,6 +29,7 @@ from engine.client import GenerateReqInput
 from engine.errors import EngineUnreachable
 from engine.messages import Provenance, SamplingParams, StrRow, merge
 from engine.runfile import read_run_file
+from engine.tokenizer import Tokenizer
 
 HEALTH_DEADLINE_S = 20.0
 HEARTBEAT_FRESH_S = 5.0
@@ -243,7 +244,7 @@ def _config(name: str) -> Any:
 async def tokenize(request: ApiRequest) -> HttpResponse:
     body = decode(request, TokenizeBody)
     engine = this_worker().engine
-    tokens = engine.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    tokens = await engine.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     return json_answer(
         {"tokens": tokens, "count": len(tokens), "max_model_len": engine.max_context}
     )
@@ -255,6 +256,10 @@ async def detokenize(request: ApiRequest) -> HttpResponse:
     """``pieces`` are the tokens one by one, for views that show them apart."""
     body = decode(request, DetokenizeBody)
     tokenizer = this_worker().engine.tokenizer
-    text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
-    pieces = [token_text(tokenizer, token) for token in body.tokens]
+    text, pieces = await asyncio.to_thread(_decoded, tokenizer, body)
     return json_answer({"text": text, "pieces": pieces})
+
+
+def _decoded(tokenizer: Tokenizer, body: DetokenizeBody) -> tuple[str, list[str]]:
+    text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+    return text, [token_text(tokenizer, token) for token in body.tokens]

@@ -14,13 +14,13 @@ from django.views.decorators.http import require_GET, require_http_methods
 from console.access import requires
 from console.api import files
 from console.api.answers import json_answer
-from console.api.console import number_of
 from console.api.control import answer, given_fields, refusal, start
 from console.database import in_database
-from console.fields import read_json
+from console.fields import read_json, read_number
 from console.http import ApiRequest
 from console.models import Dump, Profile
 from console.services import dumps, profiles, recordings
+from console.services.recordings import Row
 from console.worker import this_worker
 from engine.errors import BadRequest, EngineUnreachable, QuarterdeckError
 from engine.messages import GetDumpPointsReqInput
@@ -113,6 +113,14 @@ def _profile_detail(row: Profile) -> dict[str, Any]:
 
 @require_GET
 @requires("view_fleet")
+async def compare_profiles(request: ApiRequest) -> HttpResponse:
+    """``?a=ID&b=ID``: what changed from A to B, per recorded step."""
+    a, b = await _both(request, Profile)
+    return json_answer(await profiles.compare(a, b))
+
+
+@require_GET
+@requires("view_fleet")
 async def profile_lanes(request: ApiRequest, name: str) -> HttpResponse:
     """``?from&to&pixels``; microseconds."""
     ask = request.GET
@@ -122,7 +130,7 @@ async def profile_lanes(request: ApiRequest, name: str) -> HttpResponse:
             row,
             begin_us=_time(ask.get("from")),
             end_us=_time(ask.get("to")),
-            pixels=min(max(1, number_of("pixels", ask.get("pixels", "1000"))), MAX_PIXELS),
+            pixels=min(max(1, read_number("pixels", ask.get("pixels", "1000"))), MAX_PIXELS),
         )
     )
     return json_answer(found)
@@ -165,8 +173,7 @@ async def dump(request: ApiRequest, name: str) -> HttpResponse:
 @require_GET
 @requires("view_fleet")
 async def compare_dumps(request: ApiRequest) -> HttpResponse:
-    a = await in_database(recordings.by_name, Dump, request.GET.get("a", ""))
-    b = await in_database(recordings.by_name, Dump, request.GET.get("b", ""))
+    a, b = await _both(request, Dump)
     return json_answer(await dumps.compare(a, b))
 
 
@@ -191,11 +198,21 @@ async def dump_file(request: ApiRequest, name: str, file: str) -> HttpResponseBa
 def _asked(request: ApiRequest) -> dict[str, Any]:
     ask = request.GET
     return {
-        "offset": number_of("offset", ask.get("offset", "0")),
+        "offset": read_number("offset", ask.get("offset", "0")),
         "size": PAGE_SIZE,
         "state": ask.get("state", ""),
         "words": ask.get("q", ""),
+        "pinned": ask.get("pinned") == "yes",
     }
+
+
+async def _both(request: ApiRequest, kind: type[Row]) -> tuple[Row, Row]:
+    """The recordings that ``a`` and ``b`` name."""
+    a, b = (request.GET.get(name, "") for name in "ab")
+    return (
+        await in_database(recordings.by_name, kind, a),
+        await in_database(recordings.by_name, kind, b),
+    )
 
 
 async def _changed(request: ApiRequest, row: Profile | Dump) -> bool:

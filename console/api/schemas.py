@@ -13,19 +13,20 @@ from django.http import HttpRequest
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from console.api.errors import NotSupported
-from console.fields import BadField, read_json
+from console.fields import MOST, BadField, Count, Int, Positive, read_json
 from engine.client import SamplingDefaults
 from engine.errors import BadRequest
 from engine.messages import SamplingParams
 
 T = TypeVar("T")
 
-Temperature = Annotated[float, Meta(ge=0)]
+MAX_FLOAT32 = 3.4e38
+Temperature = Annotated[float, Meta(ge=0, le=MAX_FLOAT32)]
 Probability = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=MOST)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+Bias = Annotated[float, Meta(ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 
@@ -85,23 +86,23 @@ class OpenAIBody(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Int | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[Int, Bias] | None = None
     # beyond OpenAI, as SGLang takes them
     rid: Rid | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    top_k: TopK | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
     min_tokens: Count | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     stop_regex: str | list[str] | None = None
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    priority: int = 0
+    priority: Int = 0
     extra_key: str | None = None
     cache_salt: str | None = None
     data_parallel_rank: Count | None = None
@@ -153,7 +154,7 @@ class ChatCompletionBody(OpenAIBody, kw_only=True):
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | Int | list[Int]]
     max_tokens: Positive | None = 16
     logprobs: TopLogprobs | None = None
     echo: bool = False
@@ -171,20 +172,20 @@ class NativeSampling(Struct, kw_only=True):
     min_new_tokens: Count = 0
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = -1
+    top_k: TopK = -1
     min_p: Probability = 0.0
     frequency_penalty: Penalty = 0.0
     presence_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] = 1.0
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[Int, Bias] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Int] | None = None
     stop_regex: str | list[str] | None = None
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    sampling_seed: int | None = None
+    sampling_seed: Int | None = None
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
@@ -238,22 +239,22 @@ class GenerateBody(Struct, kw_only=True):
     """
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[Int | list[Int]] | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: Rid | list[Rid] | None = None
     stream: bool = False
     stream_output: bool = False  # deltas of text and of every list, not cumulative values
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
+    logprob_start_len: Int | list[Int] | None = None
     top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
-    token_ids_logprob: list[int | list[int] | None] | None = None
+    token_ids_logprob: list[Int | list[Int] | None] | None = None
     return_text_in_logprobs: bool = False
     logprobs_raw: bool = False
     return_hidden_states: bool | list[bool] = False
     return_entropy: bool = False
     return_bytes: bool = False
     no_logs: bool = False
-    priority: int | None = None
+    priority: Int | None = None
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     data_parallel_rank: Count | None = None
@@ -279,7 +280,7 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class DetokenizeBody(Struct, kw_only=True):
-    tokens: list[int]
+    tokens: Annotated[list[Int], Meta(max_length=2**18)]
     model: str = "default"
     skip_special_tokens: bool = True
 

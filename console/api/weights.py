@@ -11,13 +11,14 @@ from django.views.decorators.http import require_GET, require_http_methods
 
 from console.access import requires
 from console.api.answers import json_answer
-from console.api.control import act, given_fields, refusal
+from console.api.control import act, answer, given_fields, refusal, take
 from console.database import in_database
-from console.fields import BadField, read_fields, read_json
+from console.fields import BadField, Int, read_fields, read_json
 from console.http import ApiRequest
+from console.models import Job
 from console.services import checkpoints, fleet, spool, weights
 from console.worker import this_worker
-from engine.errors import QuarterdeckError
+from engine.errors import EngineUnreachable, QuarterdeckError
 from engine.messages import GetWeightsByNameReqInput
 
 READ_S = 30.0
@@ -58,13 +59,22 @@ async def update_weights_from_tensor(request: ApiRequest) -> HttpResponse:
 async def _update(
     request: ApiRequest, given: dict[str, Any], spooled: spool.Spooled
 ) -> HttpResponse:
-    """The engine owns the file once it has taken the call; of a refusal nothing is left."""
-    response = await act(
-        request, "update_from_tensor", {**given, "path": spooled.path, "size": spooled.size}
-    )
-    if response.status_code in (400, 403, 409):
+    """The engine owns the file once it has taken the call; of any other nothing is left."""
+    fields = {**given, "path": spooled.path, "size": spooled.size}
+    try:
+        job, waited = await take(request, "update_from_tensor", fields)
+    except QuarterdeckError:
         spooled.discard()
-    return response
+        raise
+    if not _took(job, spooled):
+        spooled.discard()
+    return answer(job, waited)
+
+
+def _took(job: Job, spooled: spool.Spooled) -> bool:
+    """Not a call that was refused or never sent, nor an older one with the same key."""
+    unsent = job.result.get("err_type") == EngineUnreachable.err_type
+    return job.args.get("path") == spooled.path and job.state != Job.State.REFUSED and not unsent
 
 
 # ---------------------------------------------------------------- values
@@ -72,7 +82,7 @@ async def _update(
 
 class NameBody(msgspec.Struct, kw_only=True):
     name: str
-    truncate_size: int = 100
+    truncate_size: Int = 100
     all_ranks: bool = False
 
 

@@ -7,12 +7,13 @@ frames.
 from __future__ import annotations
 
 from contextlib import aclosing
-from typing import Annotated, assert_never
+from typing import assert_never
 
 import msgspec
 
 from console.access import requires
 from console.consumers.socket import SignedInSocket, error_frame
+from console.fields import Count
 from console.services import chat
 from console.services.question import Question, StreamId
 from console.worker import this_worker
@@ -33,7 +34,7 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """``local``: asked by another worker's relay; answered at once, without a search."""
 
     stream: StreamId
-    next: Annotated[int, msgspec.Meta(ge=0)] = 0
+    next: Count = 0
     local: bool = False
 
 

@@ -19,7 +19,7 @@ from console.access import Access
 from console.api.errors import error_body, internal_error
 from console.services.sockets import CLOSE_SIGNED_OUT
 from console.worker import this_worker
-from engine.errors import QuarterdeckError
+from engine.errors import BadRequest, QuarterdeckError
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +51,22 @@ class SignedInSocket(AsyncWebsocketConsumer):
         """One command. A refusal is answered with an error frame; the socket stays."""
         stream: str | None = None
         try:
-            frame = msgspec.json.decode(text_data or bytes_data or b"", type=self.frame_types)
+            frame = self._decode(text_data or bytes_data or b"")
             stream = getattr(frame, "stream", None)
             self.principal = await self._principal_now()
             await self.command(frame)
-        except msgspec.MsgspecError as error:
-            await self.send(bytes_data=None, text_data=_bad_frame(error))
         except auth.Unauthenticated:
             await self.close_for_good()
         except QuarterdeckError as error:
             await self.send_frame(error_frame(error, stream))
         except Exception:  # noqa: BLE001 - one bad command must not end the socket
             await self.send_frame(error_frame(internal_error("a websocket command"), stream))
+
+    def _decode(self, content: str | bytes) -> Any:
+        try:
+            return msgspec.json.decode(content, type=self.frame_types)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise BadRequest(str(error)) from None
 
     async def _principal_now(self) -> auth.Principal:
         principal = await auth.check_again(self.principal)
@@ -115,8 +119,3 @@ async def _until_gone(work: Coroutine[Any, Any, None]) -> None:
         await work
     except OSError as error:
         log.debug("a socket went away: %s", error)
-
-
-def _bad_frame(error: msgspec.MsgspecError) -> str:
-    refusal = QuarterdeckError(str(error), status_code=400, err_type="invalid_request_error")
-    return error_frame(refusal).decode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Self, TypeVar
 
 from django.db import models
@@ -11,15 +13,17 @@ Row = TypeVar("Row", bound="Recording", covariant=True)
 
 
 class RecordingQuerySet(models.QuerySet[Row]):
-    def matching(self, *, state: str = "", words: str = "") -> Self:
+    def matching(
+        self, *, state: str = "", words: str = "", also: tuple[str, ...] = (), pinned: bool = False
+    ) -> Self:
+        """Those whose id, note, actor or reason holds ``words``, or a field of ``also``."""
         found = self.filter(state=state) if state else self
+        if pinned:
+            found = found.filter(pinned=True)
         if words:
-            found = found.filter(
-                models.Q(recording_id__icontains=words)
-                | models.Q(note__icontains=words)
-                | models.Q(actor__icontains=words)
-                | models.Q(reason__icontains=words)
-            )
+            fields = ("recording_id", "note", "actor", "reason", *also)
+            holds = [models.Q(**{f"{field}__icontains": words}) for field in fields]
+            found = found.filter(functools.reduce(operator.or_, holds))
         return found
 
 

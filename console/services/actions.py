@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 
-from console.fields import BadField, read_fields
+from console.fields import BadField, Count, Seconds, read_fields
 from console.services.load import Load
 from engine import messages as m
 
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
@@ -98,7 +97,7 @@ class Pause(Action, frozen=True, kw_only=True):
     emergency = True
 
     mode: Literal["abort", "retract", "in_place"] = "abort"
-    lease_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=1e9)] | None = None
 
     @property
     def title(self) -> str:
@@ -218,7 +217,7 @@ class DrainRank(Action, frozen=True, kw_only=True):
     name = "drain_rank"
     message = m.DrainRankReqInput
 
-    dp: Annotated[int, msgspec.Meta(ge=0)]
+    dp: Count
     drain: bool = True
 
     @property
@@ -330,7 +329,7 @@ def parse_groups(target: str | int | list[int] | None) -> list[int] | None:
     words = target.replace(",", " ").split()
     if not words or words == ["all"]:
         return None
-    if not all(word.isdecimal() for word in words):
+    if not all(word.isdecimal() and len(word) < 10 for word in words):
         raise BadField(f"target must name dp groups, for example 0,2; got {target!r}",
                        param="target")  # fmt: skip
     return [int(word) for word in words]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from django.conf import settings
-from django.db import transaction
+from django.db import DataError, IntegrityError, transaction
 from django.utils import timezone
 
 from console.database import DatabaseAway, in_database
@@ -107,8 +107,12 @@ class Chronicle:
         """Everything that waits, in its order. What fails stays for the next time."""
         while self._waiting:
             picture = self._waiting[0]
-            await in_database(record, picture)
-            await self._learn_epochs(client, picture)
+            try:
+                await in_database(record, picture)
+            except (ValueError, OverflowError, DataError, IntegrityError) as error:
+                log.warning("a picture that no column holds is left out: %s", error)
+            else:
+                await self._learn_epochs(client, picture)
             self._waiting.popleft()
 
     async def _learn_epochs(self, client: EngineClient, picture: Picture) -> None:

@@ -5,27 +5,20 @@ Path: effects.py writes rows here as jobs begin and end; api/recordings.py reads
 
 from __future__ import annotations
 
-import asyncio
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from django.conf import settings
 
 from console.models import Dump, Job
 from console.services import recordings
+from console.services.programs import run_program
 from console.services.recording_actions import DumpTensors
-from engine.errors import DeadlineExceeded, NotFound, QuarterdeckError
-from engine.process_guard import PARENT_PID
 
 State = Dump.State
 RECORDS = re.compile(r"-(dp\d+-tp\d+)\.records\.json")
 SHOWN_RECORDS = 5_000
-PROGRAM_S = 60.0
-PROGRAM_BYTES = 2 * 2**30
 
 
 def begun(action: DumpTensors, job: Job) -> None:
@@ -52,8 +45,10 @@ def ended(action: DumpTensors, job: Job) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def page(*, offset: int, size: int, state: str, words: str) -> dict[str, Any]:
-    rows = Dump.objects.all().matching(state=state, words=words)
+def page(*, offset: int, size: int, state: str, words: str, pinned: bool = False) -> dict[str, Any]:
+    rows = Dump.objects.all().matching(
+        state=state, words=words, pinned=pinned, also=("rids", "form")
+    )
     return recordings.page(rows, as_json, name="dumps", offset=offset, size=size)
 
 
@@ -71,6 +66,7 @@ def as_json(row: Dump) -> dict[str, Any]:
         "form": row.form,
         "missing": row.missing,
         "pinned": row.pinned,
+        "expired": recordings.expired(row),
         "note": row.note,
         "actor": row.actor,
     }
@@ -133,7 +129,7 @@ def _point(row: Dump, rank: str, record: dict[str, Any]) -> dict[str, Any]:
 
 async def compare(a: Dump, b: Dump) -> dict[str, Any]:
     """As ``dump-detail.js`` shows a comparison, in A's execution order."""
-    found = await _program("engine.dumps.compare", _place(a), _place(b), good=(0, 1))
+    found = await run_program("engine.dumps.compare", _place(a), _place(b), good=(0, 1))
     first = found["first_divergence"]
     points = [_pair(pair) for pair in found["pairs"]]
     points += [_only(name, "a") for name in found["only_in_a"]]
@@ -153,7 +149,7 @@ def _pair(pair: dict[str, Any]) -> dict[str, Any]:
         "kind": pair["kind"],
         "rank": "all",
         "step": pair["step"],
-        "shape": [pair["stop"] - pair["start"]],
+        "shape": [pair["stop"] - pair["start"]] if pair["rid"] else [],
         "max_abs": pair["max_abs"],
         "max_rel": pair["max_rel"],
         "cosine": pair["cosine"],
@@ -175,33 +171,8 @@ def _only(name: str, side: str) -> dict[str, Any]:
 
 async def view(row: Dump, key: str) -> dict[str, Any]:
     """A heat map and some values of one tensor; ``key`` is ``RANK:KEY``."""
-    return await _program("engine.dumps.view", _place(row), key)
+    return await run_program("engine.dumps.view", _place(row), key)
 
 
 def _place(row: Dump) -> str:
     return str(Path(row.directory) / row.recording_id)
-
-
-async def _program(module: str, *arguments: str, good: tuple[int, ...] = (0,)) -> dict[str, Any]:
-    """JSON that a program of the engine prints; its own sentence if it cannot."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "console.guarded", "--memory", str(PROGRAM_BYTES), module,
-        sys.executable, "-m", module, *arguments,
-        cwd=settings.BASE_DIR, env={**os.environ, PARENT_PID: str(os.getpid())},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        async with asyncio.timeout(PROGRAM_S):
-            out, said = await process.communicate()
-    except TimeoutError:
-        raise DeadlineExceeded(f"{module} took longer than {PROGRAM_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode not in good or not out:
-        sentence = (said.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-        raise NotFound(sentence) if sentence.startswith("no view") else QuarterdeckError(sentence)
-    decoded: dict[str, Any] = msgspec.json.decode(out)
-    return decoded

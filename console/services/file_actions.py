@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Self
 
 import msgspec
 
+from console.fields import Int
 from console.services import roots
 from console.services.actions import Action
 from console.services.load import Load
@@ -35,7 +36,7 @@ class RegisterCheckpoint(FileAction, frozen=True, kw_only=True):
     route = "/api/checkpoints"
 
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
-    token_step: int | None = None
+    token_step: Int | None = None
     run: Annotated[str, msgspec.Meta(max_length=200)] = ""
     note: Annotated[str, msgspec.Meta(max_length=500)] = ""
 

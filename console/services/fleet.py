@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from console.database import in_database
+from console.fields import MOST
 from console.services import weights
 from console.services.feed import as_json, unreachable
 from console.worker import this_worker
-from engine.errors import DeadlineExceeded, EngineUnreachable, QuarterdeckError
+from engine.errors import DeadlineExceeded, EngineUnreachable, NotFound, QuarterdeckError
 from engine.messages import EpochLabel, FleetSnapshot, GetEpochReqInput
 
 READ_DEADLINE_S = 5.0
@@ -34,6 +35,8 @@ async def epoch_labels(epochs: set[int]) -> dict[int, EpochLabel]:
 
 async def read_epoch(epoch: int) -> dict[str, Any]:
     """All that router and database know of one epoch. Raises ``NotFound``."""
+    if epoch > MOST:
+        raise NotFound(f"there is no epoch {epoch}")
     known = await in_database(weights.lineage, epoch)
     try:
         reply = await this_worker().engine.call(

@@ -111,10 +111,14 @@ def renew(job: Job) -> bool:
 
 
 def progress(job: Job) -> bool:
-    """Stores message, progress and events of a running job."""
+    """Stores message, progress, events and what the engine said so far of a running job."""
     with transaction.atomic():
         changed = Job.objects.owned(job).change(
-            message=job.message, progress=job.progress, events=job.events, lease_until=lease_end()
+            message=job.message,
+            progress=job.progress,
+            result=job.result,
+            events=job.events,
+            lease_until=lease_end(),
         )
         _tell(job)
     return bool(changed)

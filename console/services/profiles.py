@@ -14,11 +14,13 @@ import msgspec
 
 from console.models import Job, Profile
 from console.services import recordings
+from console.services.programs import run_program
 from console.services.recording_actions import Profile as ProfileAction
 from console.services.recordings import place_of
 from engine.errors import NotFound
 
 TOP_OPS = 40
+COMPARED_OPS = 200
 DEPTHS = 4  # rows of the timeline per rank
 SUMMARIES_KEPT = 8
 State = Profile.State
@@ -64,8 +66,8 @@ def merged(name: str, job: Job) -> None:
 # ---------------------------------------------------------------- reading
 
 
-def page(*, offset: int, size: int, state: str, words: str) -> dict[str, Any]:
-    rows = Profile.objects.all().matching(state=state, words=words)
+def page(*, offset: int, size: int, state: str, words: str, pinned: bool = False) -> dict[str, Any]:
+    rows = Profile.objects.all().matching(state=state, words=words, pinned=pinned)
     return recordings.page(rows, as_json, name="profiles", offset=offset, size=size)
 
 
@@ -82,10 +84,10 @@ def as_json(row: Profile) -> dict[str, Any]:
         "steps": row.steps,
         "bytes": row.bytes,
         "pinned": row.pinned,
+        "expired": recordings.expired(row),
         "note": row.note,
         "actor": row.actor,
         "largest_gap_ms": row.largest_gap_ms,
-        "progress": None,
     }
 
 
@@ -98,7 +100,8 @@ def as_detail(row: Profile) -> dict[str, Any]:
         **as_json(row),
         "reason": row.reason,
         "message": row.message,
-        "ranks": [_rank(name, said, clock) for name, said in row.ranks.items()],
+        "ranks": [_rank(name, said, clock) for name, said in row.ranks.items()]
+        or _under_way(row, files),
         "files": [
             {"name": path.name, "bytes": path.stat().st_size, "url": f"{base}/{path.name}"}
             for path in files
@@ -130,6 +133,34 @@ def _rank(name: str, said: dict[str, Any], clock: dict[str, Any]) -> dict[str, A
     }
 
 
+class _Manifest(msgspec.Struct):
+    """Of a rank's manifest, what says that it has written everything."""
+
+    complete: bool = False
+
+
+def _under_way(row: Profile, files: list[Path]) -> list[dict[str, Any]]:
+    """What each rank has written so far."""
+    names = row.job.result.get("ranks", []) if row.job is not None else []
+    return [_writing(name, files, f"{row.recording_id}-{name}") for name in names]
+
+
+def _writing(name: str, files: list[Path], stem: str) -> dict[str, Any]:
+    dp, tp = place_of(name)
+    own = [path for path in files if path.name.startswith(stem)]
+    manifests = [path for path in own if path.name == f"{stem}.manifest.json"]
+    is_over = any(
+        msgspec.json.decode(path.read_bytes(), type=_Manifest).complete for path in manifests
+    )
+    segments = len(own) - len(manifests)
+    return {
+        "dp": dp, "tp": tp, "state": "done" if is_over else "running",
+        "message": f"{segments} segments written", "events": None,
+        "bytes": sum(path.stat().st_size for path in own),
+        "offset_us": None, "uncertainty_us": None,
+    }  # fmt: skip
+
+
 def summary_of(row: Profile) -> dict[str, Any] | None:
     """What the page shows of it, or None while there is none."""
     summary = _summary(row)
@@ -157,8 +188,12 @@ def _busy(rank: dict[str, Any], late: dict[str, float]) -> dict[str, Any]:
     }
 
 
+def _summary_path(row: Profile) -> Path:
+    return Path(row.directory) / f"summary-{row.recording_id}.json"
+
+
 def _summary(row: Profile) -> dict[str, Any] | None:
-    path = Path(row.directory) / f"summary-{row.recording_id}.json"
+    path = _summary_path(row)
     try:
         return read_summary(path, path.stat().st_mtime_ns)
     except FileNotFoundError:
@@ -170,6 +205,23 @@ def read_summary(path: Path, mtime_ns: int) -> dict[str, Any]:
     """A summary's file as it was at ``mtime_ns``."""
     decoded: dict[str, Any] = msgspec.json.decode(path.read_bytes())
     return decoded
+
+
+async def compare(a: Profile, b: Profile) -> dict[str, Any]:
+    """As ``profile-compare.js`` shows it: per step, B against A, the largest change first.
+
+    Raises ``NotFound`` for a profile that was not merged.
+    """
+    for row in (a, b):
+        if not _summary_path(row).is_file():
+            raise NotFound(
+                f"profile {row} has no summary: it was not merged, or its files are gone"
+            )
+    files = (str(_summary_path(row)) for row in (a, b))
+    found = await run_program("engine.profiling.difference", *files)
+    found["left_out"] = max(0, len(found["ops"]) - COMPARED_OPS)
+    found["ops"] = found["ops"][:COMPARED_OPS]
+    return found | {"a": as_json(a), "b": as_json(b)}
 
 
 # ---------------------------------------------------------------- lanes

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from console.fields import MOST, Count, Int, Positive
 from engine.errors import BadRequest
 
 StreamId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -16,9 +17,9 @@ class ChatParams(msgspec.Struct, frozen=True, kw_only=True):
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)] = 512
-    seed: int | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MOST)] | None = None
+    max_new_tokens: Positive = 512
+    seed: Int | None = None
     stop: list[str] = []
     system: str = ""
     logprobs: bool = False
@@ -36,8 +37,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     stream: StreamId
     text: str
-    conversation: int | None = None
-    parent: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    conversation: Int | None = None
+    parent: Count | None = None
     route: Annotated[str, msgspec.Meta(max_length=64)] = "auto"
     params: ChatParams = ChatParams()
     turn: Annotated[str, msgspec.Meta(max_length=64)] = ""
@@ -51,6 +52,6 @@ def parse_route(route: str) -> tuple[str, int | None]:
         return "", None
     if kind == "worker" and name:
         return name, None
-    if kind == "rank" and name.isdecimal():
+    if kind == "rank" and name.isdecimal() and len(name) < 10:
         return "", int(name)
     raise BadRequest(f"route must be auto, worker:ID or rank:DP, got {route!r}")

@@ -15,9 +15,9 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 from django.conf import settings
 
-from console.fields import BadField
+from console.fields import BadField, Int, Number, Seconds
 from console.services import roots
-from console.services.actions import Action, Label, Seconds
+from console.services.actions import Action, Label
 from console.services.file_actions import FileAction
 from console.services.load import Load
 from engine import messages as m
@@ -27,6 +27,7 @@ from engine.profiling.spec import CaptureSpec
 from engine.profiling.spec import parse_spec as parse_profile
 
 Note = Annotated[str, msgspec.Meta(max_length=500)]
+RESERVED = frozenset({"compare"})  # a page of that name stands beside those of the recordings
 ID_STEM = re.compile(r"[^0-9a-zA-Z]")
 
 
@@ -47,7 +48,7 @@ class Record(Action, frozen=True, kw_only=True):
         root = (settings.QUARTERDECK_HOME / f"{self.kind}s").resolve()
         if self.output_dir is None:
             return root / self.recording_id
-        path = (root / self.output_dir).resolve()
+        path = roots.resolved(root, self.output_dir, param="output_dir")
         if not roots.inside(path, [root]):
             raise BadField(f"{self.output_dir!r} is not under {root}", param="output_dir")
         return path
@@ -64,6 +65,8 @@ class Record(Action, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, recording_id=f"{now:%Y%m%d-%H%M%S}-{stem}")
 
     def checked(self) -> Self:
+        if self.recording_id in RESERVED:
+            raise BadField(f"{self.recording_id!r} cannot be an id", param=f"{self.kind}_id")
         self.spec()
         return self
 
@@ -89,15 +92,15 @@ class Profile(Record, frozen=True, kw_only=True):
     route = "/start_profile"
     also = {"profile_id": "recording_id"}
 
-    start_step: int | None = None
-    num_steps: int | None = None
+    start_step: Int | None = None
+    num_steps: Int | None = None
     activities: list[str] | None = None
     profile_by_stage: bool = False
     with_stack: bool = False
     record_shapes: bool = False
     merge_profiles: bool = False
-    max_seconds: float | None = None
-    max_bytes: int | None = None
+    max_seconds: Number | None = None
+    max_bytes: Int | None = None
 
     @property
     def title(self) -> str:
@@ -152,13 +155,13 @@ class DumpTensors(Record, frozen=True, kw_only=True):
     also = {"dump_id": "recording_id", "num_steps": "max_steps"}
 
     modules: list[str] | str | None = None
-    layers: list[int] | str | None = None
+    layers: list[Int] | str | None = None
     kinds: list[str] | str | None = None
     ranks: list[str] | str | None = None
     rids: list[str] | str | None = None
-    max_steps: int | None = None
+    max_steps: Int | None = None
     max_seconds: Seconds | None = None
-    max_bytes: int | None = None
+    max_bytes: Int | None = None
 
     @property
     def title(self) -> str:
@@ -172,7 +175,7 @@ class DumpTensors(Record, frozen=True, kw_only=True):
 
     def will(self) -> list[str]:
         spec = self.spec()
-        whose = f"requests {', '.join(sorted(spec.rids))}" if spec.rids else "every request"
+        whose = f"requests {', '.join(sorted(spec.rids))}" if spec.rids else "any request"
         return [
             f"Steps that hold {whose} run in the instrumented forward, {spec.max_steps} of them at "
             f"most, for at most {spec.max_seconds:g} s.",
@@ -221,7 +224,7 @@ class MergeProfile(FileAction, frozen=True, kw_only=True):
 
     def checked(self) -> Self:
         root = (settings.QUARTERDECK_HOME / "profiles").resolve()
-        if not roots.inside(Path(self.directory).resolve(), [root]):
+        if not roots.inside(roots.resolved(root, self.directory, param="directory"), [root]):
             raise BadField(f"{self.directory!r} is not under {root}", param="directory")
         return self
 

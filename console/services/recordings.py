@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from django.conf import settings
 from django.db import models, transaction
 
 from console.models import Dump, Job, Profile
@@ -89,12 +90,27 @@ def delete(row: Profile | Dump) -> None:
     if row.pinned:
         raise Conflict(f"{row} is pinned")
     directory = Path(row.directory)
-    if directory.name == row.recording_id:
+    if _alone(row):
         shutil.rmtree(directory, ignore_errors=True)
     else:
         for path in files_of(row):
             path.unlink(missing_ok=True)
     row.delete()
+
+
+def expired(row: Profile | Dump) -> bool:
+    """Whether its files made room for others."""
+    return row.state != row.State.CAPTURING and not Path(row.directory).is_dir()
+
+
+def _alone(row: Profile | Dump) -> bool:
+    """Whether the directory was made for this recording, and no other has written below it."""
+    directory = Path(row.directory)
+    below = models.Q(directory=row.directory) | models.Q(directory__startswith=f"{directory}/")
+    others = type(row).objects.exclude(pk=row.pk).filter(below)
+    home = Path(settings.QUARTERDECK_HOME).resolve()
+    made = directory.name == row.recording_id and home in directory.parent.parents
+    return made and not others.exists()
 
 
 def files_of(row: Profile | Dump) -> list[Path]:

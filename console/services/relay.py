@@ -104,6 +104,7 @@ async def _connect(path: str, principal: auth.Principal, *, via: str) -> ClientC
         additional_headers={auth.RELAY_HEADER: auth.sign_relay(principal, via=via)},
         compression=None,
         open_timeout=OPEN_TIMEOUT_S,
+        max_size=None,  # what waited for a slow reader comes as one frame
         max_queue=4,
         ping_interval=None,
     )

@@ -8,6 +8,9 @@ from django.conf import settings
 
 from console.fields import BadField
 
+NAME_MAX = 255  # bytes of one name, on every file system we meet
+PATH_MAX = 2048  # characters; the base comes before it
+
 
 def weight_roots() -> list[Path]:
     """``QUARTERDECK_HOME/models``, the configured ones, and the served model's own directory."""
@@ -19,6 +22,14 @@ def inside(path: Path, roots: list[Path]) -> bool:
     return any(path == root or root in path.parents for root in roots)
 
 
+def resolved(base: Path, given: str, *, param: str) -> Path:
+    """``given`` from ``base`` on; an absolute path ignores the base. ``BadField`` for no path."""
+    names = given.encode(errors="surrogatepass").split(b"/")
+    if "\0" in given or len(given) > PATH_MAX or any(len(name) > NAME_MAX for name in names):
+        raise BadField(f"{given[:80]!r} is no path", param=param)
+    return (base / given).resolve()
+
+
 def weight_path(given: str, *, param: str = "model_path") -> Path:
     """The resolved path of weights that exist under a root.
 
@@ -27,9 +38,9 @@ def weight_path(given: str, *, param: str = "model_path") -> Path:
     """
     roots = weight_roots()
     bases = [settings.QUARTERDECK_HOME, *roots]
-    candidates = [(base / given).resolve() for base in bases]  # an absolute path ignores the base
+    candidates = [resolved(base, given, param=param) for base in bases]
     allowed = [path for path in candidates if inside(path, roots)]
-    if not given.strip() or "\0" in given or not allowed:
+    if not given.strip() or not allowed:
         names = ", ".join(str(root) for root in roots)
         raise BadField(f"{given!r} is not under a weights root ({names})", param=param)
     for path in allowed:

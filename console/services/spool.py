@@ -1,14 +1,15 @@
 """Weights that came as bytes: checked and written under ``QUARTERDECK_HOME/spool``, for the engine.
 
 A file appears whole. Its owner is whoever wrote it until the engine has taken the call that names
-it; from then on the engine deletes it when no epoch needs it any more.
+it; from then on the engine deletes it when no epoch needs it any more. So only a file that was
+written here and not handed on yet may be named (``hand_on``), and each of them once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
+import errno
 import os
 import uuid
 from collections.abc import AsyncGenerator
@@ -29,13 +30,27 @@ SENDER = (
 )
 
 
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+_written: set[str] = set()  # paths that wait for their call
+
+
 @dataclass(frozen=True, slots=True)
 class Spooled:
     path: str
     size: int
 
     def discard(self) -> None:
+        """No call took it."""
+        _written.discard(self.path)
         Path(self.path).unlink(missing_ok=True)
+
+
+def hand_on(path: str) -> bool:
+    """Whether ``path`` was written here and no call has named it yet; from now on one has."""
+    known = path in _written
+    _written.discard(path)
+    return known
 
 
 def check_head(head: bytes) -> None:
@@ -56,7 +71,7 @@ def from_base64(texts: list[str] | str) -> bytes:
         )
     try:
         return base64.b64decode(distinct.pop(), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii.Error is one; a letter beyond ASCII another
         raise BadRequest(f"serialized_named_tensors is not base64: {error}") from None
 
 
@@ -83,8 +98,13 @@ async def write_stream(chunks: AsyncGenerator[bytes, None], size: int) -> Spoole
         if written != size:
             raise BadRequest(f"the body has {written} bytes, {size} were announced")
         os.replace(draft, path)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise disk.NoSpace(f"the body was not written: {error.strerror}") from error
     finally:
         draft.unlink(missing_ok=True)
+    _written.add(str(path))
     return Spooled(str(path), written)
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 
-from console.fields import BadField
-from console.services import roots
-from console.services.actions import Action, Label, Seconds, parse_groups
+from console.fields import BadField, Count, Int, Positive, Seconds
+from console.services import roots, spool
+from console.services.actions import Action, Label, parse_groups
 from console.services.load import Load
 from engine import messages as m
 
@@ -28,11 +28,11 @@ class Update(Action, frozen=True, kw_only=True):
     deadline_s = STAGING_S
     updates: ClassVar[bool] = True  # it may end as a new epoch
 
-    token_step: int | None = None
+    token_step: Int | None = None
     weight_version: Label | None = None
     in_flight: Literal["finish", "in_place", "retract", "abort"] | None = None
     drain_timeout_s: Seconds = 60.0
-    target: str | int | list[int] | None = None
+    target: str | Int | list[Int] | None = None
     abort_all_requests: bool = False
     flush_cache: bool | None = None
     keep_pause: bool = False
@@ -113,7 +113,7 @@ class RollBack(Update, frozen=True, kw_only=True):
     message = m.UpdateWeightFromDiskReqInput
     also = {**Update.also, "epoch": "from_epoch"}
 
-    from_epoch: Annotated[int, msgspec.Meta(ge=1)]
+    from_epoch: Positive
 
     @property
     def title(self) -> str:
@@ -174,14 +174,20 @@ class EndUpdate(Update, frozen=True, kw_only=True):
 
 
 class UpdateFromTensor(Update, frozen=True, kw_only=True):
-    """``path``: the spooled safetensors bytes. Built by the HTTP route alone."""
+    """``path``: the spooled safetensors bytes, which only the HTTP route that wrote them knows."""
 
     name = "update_from_tensor"
     message = m.UpdateWeightsFromTensorReqInput
     route = "/update_weights_from_tensor"
+    derived = frozenset({"path"})  # each time that the same tensors are sent they have another
 
     path: str
-    size: int = 0
+    size: Count = 0
+
+    def checked(self) -> Self:
+        if not spool.hand_on(self.path):
+            raise BadField(f"send the tensors themselves to {self.route}", param="path")
+        return self
 
     @property
     def title(self) -> str:
@@ -199,7 +205,7 @@ class UpdateFromDistributed(Update, frozen=True, kw_only=True):
 
     names: list[str] = []
     dtypes: list[str] = []
-    shapes: list[list[int]] = []
+    shapes: list[list[Count]] = []
     group_name: str = "weight_update_group"
 
     def checked(self) -> Self:
@@ -232,8 +238,8 @@ class JoinGroup(Action, frozen=True, kw_only=True):
 
     master_address: Annotated[str, msgspec.Meta(min_length=1)]
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    rank_offset: Annotated[int, msgspec.Meta(ge=0)]
-    world_size: Annotated[int, msgspec.Meta(ge=2)]
+    rank_offset: Count
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31)]
     group_name: Label = "weight_update_group"
     backend: str = "gloo"
 

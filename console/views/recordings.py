@@ -1,7 +1,8 @@
-"""``/profiles/``, ``/profiles/<id>/``, ``/dumps/``, ``/dumps/<id>/``, ``/dumps/compare/``.
+"""The libraries of profiles and dumps, one of them, and two compared.
 
-The lists get ``page``; ``profile.html`` gets ``profile_id``; ``dump.html`` gets ``dump_id``, or
-``compare`` with ``a`` and ``b``. All fill themselves from ``/api/profiles`` and ``/api/dumps``.
+The lists get ``page``; ``profile.html`` gets ``profile_id``, ``profile_compare.html`` ``a`` and
+``b``; ``dump.html`` gets ``dump_id``, or ``compare`` with ``a`` and ``b``. All fill themselves from
+``/api/profiles`` and ``/api/dumps``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ def profiles(request: PageRequest) -> HttpResponse:
 def profile(request: PageRequest, name: str) -> HttpResponse:
     row = get_object_or_404(Profile, recording_id=name)
     return render(request, "profile.html", {"page": "profiles", "profile_id": row.recording_id})
+
+
+@require_GET
+@requires("view_fleet", page=True)
+def compare_profiles(request: PageRequest) -> HttpResponse:
+    a, b = request.GET.get("a", ""), request.GET.get("b", "")
+    return render(request, "profile_compare.html", {"page": "profiles", "a": a, "b": b})
 
 
 @require_GET

@@ -11,8 +11,9 @@ The rules:
   on where tokens end.
 * A regex is tried after each token on the last ``REGEX_CHARACTERS`` characters; the leftmost match
   that ends in the new characters counts. ``$`` and ``\\b`` see the end of the text so far. A match
-  of no characters never stops. One that searches for longer than ``REGEX_TIMEOUT_S`` ends its
-  request (``stop_regex_too_slow``), so that a pattern cannot hold up the others.
+  of no characters never stops. A request whose regexes together search for longer than
+  ``REGEX_TIMEOUT_S`` ends (``stop_regex_too_slow``), so that patterns cannot hold up the others;
+  what would take gigabytes to compile is refused (``regex_size.py``).
 * Text waits while it could become part of a match: the longest end of the text that begins a stop
   string, and for a regex everything from the first place where a partial match is possible.
 * A stop string that spells a special token matches that token even where special tokens are not
@@ -29,6 +30,7 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
+from engine.detokenizer.regex_size import regex_size
 from engine.detokenizer.text import Vocabulary, open_stream
 from engine.errors import BadRequest
 from engine.messages import SamplingParams
@@ -37,7 +39,9 @@ Pattern = Any  # regex ships no types
 MAX_STOPS = 64  # strings and regexes together
 STOP_CHARACTERS = 512  # of one stop string or regex source
 REGEX_CHARACTERS = 256  # a match is no longer than this; look-behind sees as much again
-REGEX_TIMEOUT_S = 0.05
+REGEX_PIECES = 16_384  # that the regexes of one request unroll to; some 4 MB
+REGEX_TIMEOUT_S = 0.05  # of all regexes of one request together, after one token
+REGEX_LEAST_S = 0.003  # of one of many: a pause of the process is no slow pattern
 
 
 def check_stops(stop: tuple[str, ...], stop_regex: tuple[str, ...]) -> None:
@@ -49,6 +53,11 @@ def check_stops(stop: tuple[str, ...], stop_regex: tuple[str, ...]) -> None:
             raise BadRequest(
                 f"a stop string or regex has 1 to {STOP_CHARACTERS} characters, got {len(text)}"
             )
+    if sum(map(regex_size, stop_regex)) > REGEX_PIECES:
+        raise BadRequest(
+            f"the counted repeats of stop_regex unroll to more than {REGEX_PIECES} pieces; a match "
+            f"has at most {REGEX_CHARACTERS} characters"
+        )
     for source in stop_regex:
         _compile(source)
 
@@ -57,7 +66,7 @@ def check_stops(stop: tuple[str, ...], stop_regex: tuple[str, ...]) -> None:
 def _compile(source: str) -> Pattern:
     try:
         return regex.compile(source)
-    except regex.error as error:
+    except (regex.error, RecursionError) as error:
         raise BadRequest(f"stop_regex {source!r} does not compile: {error}") from error
 
 
@@ -76,6 +85,7 @@ class StopScanner:
     def __init__(self, stop: tuple[str, ...], stop_regex: tuple[str, ...]) -> None:
         self._stops = tuple(filter(None, stop))
         self._patterns = [_compile(source) for source in stop_regex]
+        self._timeout_s = max(REGEX_LEAST_S, REGEX_TIMEOUT_S / max(1, len(stop_regex)))
         self._tail = ""
         self._tail_start = 0  # characters of the answer before the tail
         self._keep = max(
@@ -104,7 +114,7 @@ class StopScanner:
                 yield start + len(stop), start, stop
         for pattern in self._patterns:
             with _bounded_time(pattern):
-                for found in pattern.finditer(window, _span_start(window), timeout=REGEX_TIMEOUT_S):
+                for found in pattern.finditer(window, _span_start(window), timeout=self._timeout_s):
                     if found.end() > max(seen, found.start()):
                         yield found.end(), found.start(), pattern.pattern
                         break
@@ -112,7 +122,7 @@ class StopScanner:
     def hold_back(self) -> int:
         """How many characters at the end of the text may become part of a match."""
         held = [_begun_stop(self._tail, stop) for stop in self._stops]
-        held += [_begun_regex(self._tail, pattern) for pattern in self._patterns]
+        held += [_begun_regex(self._tail, each, self._timeout_s) for each in self._patterns]
         return max(held, default=0)
 
 
@@ -130,11 +140,11 @@ def _begun_stop(text: str, stop: str) -> int:
     return 0
 
 
-def _begun_regex(text: str, pattern: Pattern) -> int:
+def _begun_regex(text: str, pattern: Pattern, timeout_s: float) -> int:
     """Length of the longest end of ``text`` that may become a match."""
     first = _span_start(text)
     with _bounded_time(pattern):
-        found = pattern.search(text, first, partial=True, timeout=REGEX_TIMEOUT_S)
+        found = pattern.search(text, first, partial=True, timeout=timeout_s)
     if found is None:
         return 0
     if found.partial:
@@ -150,7 +160,8 @@ def _bounded_time(pattern: Pattern) -> Iterator[None]:
         yield
     except TimeoutError:
         raise BadRequest(
-            f"stop_regex {pattern.pattern!r} took longer than {REGEX_TIMEOUT_S * 1000:.0f} ms",
+            f"stop_regex {pattern.pattern!r} took too long; the regexes of a request have "
+            f"{REGEX_TIMEOUT_S * 1000:.0f} ms together",
             err_type="stop_regex_too_slow",
         ) from None
 

@@ -12,14 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.messages import SamplingParams
 from engine.model.instrument import Instrument
 from engine.model.loader import ModelDirectory, open_directory
 from engine.model.weights import WeightHolder
-from engine.scheduler.plan import ModelInfo, StepPlan, StepResult
+from engine.scheduler.plan import ModelInfo, PlanRow, SlotBegin, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.dumps.capture import Tap
     from engine.scheduler.ranks import Group
+
+WARM_UP_TOKENS = 32
 
 
 class ModelRunner(Protocol):
@@ -72,6 +75,25 @@ def make_runner(
     from engine.model.torch_runner import TorchRunner
 
     return TorchRunner(config, directory, dp=dp, tp=tp, group=group, epoch=epoch)
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """A prefill and a decode step, so that the first request does not pay for starting threads,
+    the allocator's first memory and, on a GPU, the kernels' compilation.
+
+    Every rank of a tp group calls it. What it writes stays in blocks that nobody has yet.
+    """
+    info = runner.info
+    room = min(info.max_context, info.num_blocks * info.block_size)
+    ids = [0] * min(WARM_UP_TOKENS, room - 1)
+    blocks = list(range(-(-(len(ids) + 1) // info.block_size)))
+    sampling = SamplingParams(temperature=0.0)
+    begin = SlotBegin(slot=0, rid="warm-up", sampling=sampling, prompt_ids=ids)
+    prefill = PlanRow(slot=0, start=0, token_ids=ids, new_blocks=blocks)
+    decode = PlanRow(slot=0, start=len(ids), token_ids=[0])
+    runner.forward(StepPlan(step=0, begins=[begin], rows=[prefill]))
+    runner.forward(StepPlan(step=0, rows=[decode]))
+    runner.forward(StepPlan(step=0, ends=[0]))
 
 
 def model_info(

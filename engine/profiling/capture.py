@@ -5,12 +5,14 @@ pack.py -> manifest -> merge.py.
 
 Stopping a profiler and exporting its events hold the interpreter lock (measured on torch 2.13, one
 core, 19,487 events: stop 37 ms, export 25 ms, freeing 9 ms; with record_shapes 130, 43 and 55). So
-a segment ends before 20,000 events, and the three parts of its end are spread over the steps that
-follow: at most one of them between two steps. Counting, compressing and hashing happen in a child.
+a segment ends before 20,000 events, and before a part of its end would hold the next token up for
+more than two steps. The three parts are spread over the steps that follow: at most one of them
+between two steps. Counting, compressing and hashing happen in a child.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +34,8 @@ from engine.profiling.spec import CaptureSpec
 from engine.profiling.writer import Writer
 
 SEGMENT_BYTES = 4_500_000  # of exported JSON: 18,000 of torch's smallest events (250 bytes)
+PART_STEPS = 2  # of the shortest seen: so long may a part of a segment's end take, or
+PART_NS = 5_000_000  # if that is longer: below it the fixed costs of more segments would prevail
 ANCHOR_TRIES = 3  # the tightest counts; the first one pays for cold caches
 MAX_MARKS = 20_000  # steps described in a manifest
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,12 +43,14 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(kw_only=True)
 class Recording:
-    """A segment whose profiler runs. ``steps`` were recorded so far."""
+    """A segment whose profiler runs. ``steps`` were recorded so far; the longest part of its end
+    took ``part_ns``."""
 
     profiler: profile
     stage: Stage
     readings: dict[str, tuple[int, int]]
     steps: int = 0
+    part_ns: int = 0
 
 
 class Capture:
@@ -69,11 +76,13 @@ class Capture:
         Conflict while another one runs or its manifest was not taken; BadRequest if the directory
         cannot be written.
         """
+        began = time.monotonic_ns()
         if self._session is not None:
             raise Conflict(f"profile {self._session.spec.profile_id} is still running")
         if not os.access(spec.directory, os.W_OK | os.X_OK):
             raise BadRequest(f"cannot write into {spec.directory}")
         self._session = Session(self._rank, spec)
+        self._session.pause_ns = time.monotonic_ns() - began
 
     @contextmanager
     def step(self, number: int, stage: Stage, *, rows: int, tokens: int) -> Iterator[None]:
@@ -157,6 +166,8 @@ class Session:
         self._segments = 0
         self._bytes = 0
         self._step_bytes = 0.0  # JSON bytes of one step, the most seen
+        self._step_ns = 0  # the shortest recorded step
+        self._measured: Recording | None = None  # the last one of whose end something is known
 
     @property
     def drained(self) -> bool:
@@ -194,6 +205,8 @@ class Session:
             self._do_chore()
             return
         recording.steps += 1
+        took_ns = mark.end_ns - mark.start_ns
+        self._step_ns = min(self._step_ns or took_ns, took_ns)
         self._counts[recording.stage] = self._counts.get(recording.stage, 0) + 1
         if not self._left(recording.stage) or self._full(recording):
             self._stop_recording()
@@ -243,8 +256,16 @@ class Session:
         return self.spec.step_limit - self._counts.get(stage, 0)
 
     def _full(self, recording: Recording) -> bool:
-        """Whether one more step could make the segment too large; the first has one step."""
-        return (recording.steps + 1) * (self._step_bytes or SEGMENT_BYTES) > SEGMENT_BYTES
+        """Whether one more step could make the segment, or a part of its end, too large; the first
+        has one step."""
+        steps = recording.steps + 1
+        if steps * (self._step_bytes or SEGMENT_BYTES) > SEGMENT_BYTES:
+            return True
+        before = self._measured
+        allowed_ns = max(PART_NS, PART_STEPS * self._step_ns)
+        return before is not None and steps > math.ceil(
+            before.steps * allowed_ns / max(1, before.part_ns)
+        )
 
     def _start_recording(self, stage: Stage) -> None:
         profiler = make_profiler(self.spec, self.manifest.activities)
@@ -256,12 +277,25 @@ class Session:
         recording, self.recording = self.recording, None
         assert recording
         recording.readings |= read_anchors("stop", self._segments)
-        recording.profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        with self._part(recording):
+            recording.profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         name = f"{self.spec.profile_id}-{self.manifest.rank.name}-s{self._segments:03d}"
         self._segments += 1
         held = [recording.profiler]  # the last reference: clearing it frees the events
-        self._chores.append(lambda: self._export(recording, name))
-        self._chores.append(held.clear)
+        for chore in (lambda: self._export(recording, name), held.clear):
+            self._chores.append(partial(self._do_part, chore, recording))
+
+    @contextmanager
+    def _part(self, recording: Recording) -> Iterator[None]:
+        """Notes how long a part of the end of a segment takes."""
+        began = time.monotonic_ns()
+        yield
+        recording.part_ns = max(recording.part_ns, time.monotonic_ns() - began)
+        self._measured = recording
+
+    def _do_part(self, chore: Callable[[], None], recording: Recording) -> None:
+        with self._part(recording):
+            chore()
 
     def _export(self, recording: Recording, name: str) -> None:
         directory = Path(self.spec.directory)

@@ -28,6 +28,7 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Intervals = tuple[Floats, Floats]  # starts and ends, disjoint, in order
 
+Lanes = dict[tuple[int | str, int | str], int]  # (pid, tid) of a rank -> its number
 Block = tuple[float, float, int, int, int]  # start, duration, lane, depth, number of the name
 
 MAX_BLOCKS = 2_000  # longest spans of one rank that are kept for the timeline
@@ -38,7 +39,7 @@ COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 DEVICE_KINDS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-NO_WORK = frozenset({"user_annotation", "gpu_user_annotation", "python_function", "Trace", ""})
+NO_WORK = frozenset({"user_annotation", "gpu_user_annotation", "python_function", ""})
 
 
 class Op(msgspec.Struct):
@@ -149,18 +150,23 @@ def self_times(start: Floats, dur: Floats, lane: Ints) -> tuple[Floats, Ints]:
     return np.maximum(np.array(own, dtype=np.float64), 0.0), np.array(depths, dtype=np.int64)
 
 
-def read_spans(path: Path, sha256: str, shift_ns: int, names: Names) -> tuple[Spans, list[Step]]:
-    """One segment. ``shift_ns`` leads from its trace clock to the profile's scale; TraceError."""
+def read_spans(
+    path: Path, sha256: str, shift_ns: int, names: Names, lanes: Lanes
+) -> tuple[Spans, list[Step]]:
+    """One segment. ``shift_ns`` leads from its trace clock to the profile's scale; ``lanes`` are
+    those of all segments of the rank. TraceError.
+
+    The span that torch draws over a whole recording says nothing, and is left out.
+    """
     start, dur = array("d"), array("d")
     lane, name = array("q"), array("q")
-    lanes: dict[tuple[int | str, int | str], int] = {}
     steps = []
     with open_trace(path, sha256) as stream:
         reader = TraceReader(stream, msgspec.json.Decoder(list[Op]))
         shift_us = (base_ns(reader.envelope) + shift_ns) / 1000.0
         for batch in reader:
             for op in batch:
-                if op.ph != "X" or op.name.startswith(MARKER):
+                if op.ph != "X" or op.cat == "Trace" or op.name.startswith(MARKER):
                     continue
                 start.append(op.ts + shift_us)
                 dur.append(op.dur)
@@ -241,6 +247,7 @@ class RankTotals:
 
     def __init__(self, names: Names, ops: OpTotals) -> None:
         self.names = names
+        self.lanes: Lanes = {}
         self._ops = ops
         self._blocks: list[Block] = []
         self.events = 0

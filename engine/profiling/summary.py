@@ -183,7 +183,8 @@ def _summarize(found: Found, aligned: Aligned) -> Summary:
 
 def _read(source: Source, timed: TimedSegment, totals: RankTotals, aligned: Aligned) -> None:
     try:
-        totals.add(read_spans(timed.path, timed.segment.sha256, timed.shift_ns, totals.names))
+        path, sha256 = timed.path, timed.segment.sha256
+        totals.add(read_spans(path, sha256, timed.shift_ns, totals.names, totals.lanes))
     except TraceError as error:
         aligned.problems.append(
             Problem(rank=source.rank.name, file=timed.segment.path, error=str(error))

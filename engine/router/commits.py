@@ -81,7 +81,13 @@ class Commits:
         policy = self._policy(terms)
         record = self._record(session, call)
         front.ledger.begin_commit(record)
-        front.save_ledger()
+        try:
+            front.secure_ledger()
+        except OSError as error:
+            front.ledger.abort_commit()
+            self._sessions.drop(session)
+            text = f"engine/state.json cannot be written ({error}); nothing was changed"
+            raise refusal(507, "no_space", text) from error
         op = m.CommitWeights(
             staging_id=session.id,
             epoch=record.epoch,

@@ -6,6 +6,7 @@ reads it back, so an epoch number is never used twice.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -19,6 +20,8 @@ from engine.errors import ConfigError
 from engine.router.weights import Ledger
 from engine.weights.checkpoint import problem_with
 
+log = logging.getLogger(__name__)
+
 KEEP_SPOOLS = 3  # newest epochs whose received weights stay on disk, for restarts and roll-backs
 STALE_SPOOL_S = 3600.0  # a file that no epoch names and that is older was left by a dead process
 
@@ -27,8 +30,11 @@ def ledger_path(config: EngineConfig) -> Path:
     return Path(config.home) / "engine" / "state.json"
 
 
-def load_ledger(config: EngineConfig) -> Ledger:
-    """The ledger as it should be served from now on; a fresh one on a first start."""
+def load_ledger(config: EngineConfig, *, anew: bool = False) -> Ledger:
+    """The ledger as it should be served from now on; a fresh one on a first start.
+
+    ``anew``: with the model's own weights as the newest epoch.
+    """
     path = ledger_path(config)
     try:
         ledger = msgspec.json.decode(path.read_bytes(), type=Ledger)
@@ -36,7 +42,10 @@ def load_ledger(config: EngineConfig) -> Ledger:
         ledger = Ledger()
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is damaged ({error}); move it away to start afresh") from error
-    if ledger.model_path != config.model_path:
+    else:
+        if problem := ledger.problem():
+            raise ConfigError(f"{path} is damaged ({problem}); move it away to start afresh")
+    if anew or ledger.model_path != config.model_path:
         ledger = ledger.for_model(config.model_path)
 
     def loadable(path: str) -> bool:
@@ -56,6 +65,35 @@ def save_ledger(config: EngineConfig, ledger: Ledger) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(draft, path)
+
+
+def begin_anew(config: EngineConfig) -> None:
+    """The start after this serves the model's own weights, unpaused: a new epoch, old numbers stay
+    spent. For the launcher, before the router runs."""
+    if ledger_path(config).exists():
+        save_ledger(config, load_ledger(config, anew=True))
+
+
+class LedgerFile:
+    """The ledger on disk, also while the disk takes nothing."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self.unsaved = ""  # why the newest ledger is not on disk
+
+    def write(self, ledger: Ledger) -> None:
+        """On disk when it returns; else OSError."""
+        save_ledger(self._config, ledger)
+        self.unsaved = ""
+
+    def keep(self, ledger: Ledger) -> None:
+        """On disk, or else ``unsaved``: what it tells has happened, and is written when it can."""
+        try:
+            self.write(ledger)
+        except OSError as error:
+            if not self.unsaved:
+                log.warning("%s is not saved: %s", ledger_path(self._config), error)
+            self.unsaved = str(error)
 
 
 class Spool:

@@ -27,7 +27,7 @@ from engine import messages as m
 from engine.config import EngineConfig
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.control import ControlDesk, Operation, Outcome
-from engine.router.ledger import Spool, load_ledger, save_ledger
+from engine.router.ledger import LedgerFile, Spool, load_ledger
 from engine.router.operations import Operations
 from engine.router.recording_files import drop_recording, open_recording
 from engine.router.registry import Entry, Registry
@@ -59,16 +59,19 @@ class Outbox:
         self.dropped = 0
 
     def send(self, inbox: str, message: msgspec.Struct) -> None:
-        waiting = self._waiting.get(inbox)
-        if waiting:
+        waiting, socket = self._waiting.get(inbox), self._socket(inbox)
+        if socket is None:
+            self.dropped += 1
+        elif waiting:
             waiting.append(message)
-        elif not self._socket(inbox).send(message):
+        elif not socket.send(message):
             self._waiting[inbox] = deque([message])
 
     def send_if_free(self, inbox: str, message: msgspec.Struct) -> None:
         """For news that the next one replaces."""
-        if not self._waiting.get(inbox):
-            self._socket(inbox).send(message)
+        socket = self._socket(inbox)
+        if socket is not None and not self._waiting.get(inbox):
+            socket.send(message)
 
     def retry(self) -> None:
         for inbox, waiting in list(self._waiting.items()):
@@ -86,9 +89,13 @@ class Outbox:
         if socket:
             socket.close()
 
-    def _socket(self, inbox: str) -> PushSocket:
+    def _socket(self, inbox: str) -> PushSocket | None:
+        """None for what can be nobody's address."""
         if inbox not in self._sockets:
-            self._sockets[inbox] = PushSocket(inbox)
+            try:
+                self._sockets[inbox] = PushSocket(inbox)
+            except (ValueError, OSError):
+                return None
         return self._sockets[inbox]
 
 
@@ -139,6 +146,7 @@ class Router:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.ledger = load_ledger(config)
+        self._ledger_file = LedgerFile(config)
         self.spool = Spool(config)
         self.spool.sweep(self.ledger, time.time())
         self.session: Session | None = None
@@ -232,6 +240,8 @@ class Router:
             self._count("leases_lapsed")
             self._fence(inbox, "its lease lapsed")
         self.desk.expire(now)
+        if self._ledger_file.unsaved:
+            self.save_ledger()
         self._note_lost_weights()
         if self.control.open_exclusive is None:
             self._end_what_nobody_holds(now)
@@ -270,7 +280,10 @@ class Router:
         return time.time()
 
     def save_ledger(self) -> None:
-        save_ledger(self.config, self.ledger)
+        self._ledger_file.keep(self.ledger)
+
+    def secure_ledger(self) -> None:
+        self._ledger_file.write(self.ledger)
 
     def broadcast(self) -> None:
         """The heartbeat, also sent at once after a change of state."""

@@ -80,6 +80,10 @@ class RequestDesk:
         if not groups or (message.dp_rank is not None and message.dp_rank not in groups):
             return _refusal(503, "engine_restarting", "no rank can take the request now", 2)
         limits, live = self._config.limits, len(self._registry.entries)
+        most = self._config.dp * limits.max_running + limits.max_waiting
+        if len(message.rids) > most:
+            text = f"{len(message.rids)} requests at once; this engine holds {most} at most"
+            return _refusal(400, "invalid_request_error", text)
         if live + len(message.rids) > len(groups) * limits.max_running + limits.max_waiting:
             return _refusal(503, "overloaded", f"{live} requests are open, that is the limit", 1)
         return None
@@ -111,7 +115,7 @@ class RequestDesk:
         entry.max_new_tokens = message.sampling.max_new_tokens
         entry.fingerprint = hash((tuple(message.input_ids), message.sampling.max_new_tokens))
         if entry.aborted is not None:
-            self._refuse(message, 499, "aborted", entry.aborted)
+            self._refuse(message, None, None, entry.aborted)
         elif self._deaths.get(entry.fingerprint, (0, 0.0))[0] >= DEATHS_BEFORE_QUARANTINE:
             self._refuse(
                 message, 503, "quarantined",
@@ -150,14 +154,23 @@ class RequestDesk:
             self._dispatch(self._registry.entries[rid], message)
 
     def _refuse(
-        self, message: m.TokenizedGenerateReqInput, status: int, kind: str, text: str
+        self,
+        message: m.TokenizedGenerateReqInput,
+        status: int | None,
+        kind: str | None,
+        text: str,
     ) -> None:
-        """Ends a reserved request that no rank has seen."""
+        """Ends a reserved request that no rank has seen. An abort that somebody asked for has no
+        ``status``, as where a rank makes it: it is an answer without tokens and no failure."""
         self._registry.remove(message.rid)
         self._send_end(message, status, kind, text)
 
     def _send_end(
-        self, message: m.TokenizedGenerateReqInput, status: int, kind: str, text: str
+        self,
+        message: m.TokenizedGenerateReqInput,
+        status: int | None,
+        kind: str | None,
+        text: str,
     ) -> None:
         """The terminal row of a request that no rank has seen goes straight to its inbox."""
         self._count("refused")
@@ -169,6 +182,7 @@ class RequestDesk:
             provenance=m.Provenance(
                 prompt_tokens=len(message.input_ids), cached_tokens=0, dp_rank=-1, queued_s=0.0
             ),
+            **m.no_families(message),
         )
         self._sockets.to_inbox(message.http_worker_ipc, m.BatchStrOutput(rows=[row]))
 
@@ -194,7 +208,7 @@ class RequestDesk:
             self._count("aborted")
             held = self._held.pop(entry.rid, None)
             if held is not None:
-                self._refuse(held, 499, "aborted", reason)
+                self._refuse(held, None, None, reason)
             elif entry.dp is not None:
                 dispatched.append(entry)
         self.end_in_ranks(dispatched, reason, silent=False)

@@ -70,6 +70,15 @@ class Ledger(msgspec.Struct, kw_only=True):
             relabels=self.relabels,
         )
 
+    def problem(self) -> str:
+        """Why a ledger that was read cannot be one that was written, or ""."""
+        unknown = {self.committed, *self.groups.values()} - self.epochs.keys()
+        if unknown:
+            return f"it has no record of epoch {min(unknown)}"
+        if self.next_epoch <= max(self.epochs):
+            return f"epoch {max(self.epochs)} would be used again"
+        return ""
+
     def epoch_of(self, dp: int) -> int:
         return self.groups.get(dp, self.committed)
 

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.detokenizer.stops import StopChecker
 from engine.errors import QuarterdeckError
 from engine.latency import Delays
-from engine.model.runner import ModelRunner, make_runner
+from engine.model.runner import ModelRunner, make_runner, warm_up
 from engine.process_guard import StopFlag, die_with_parent, report_ready, set_up_logging
 from engine.router.dispatch import detokenizer_of
 from engine.scheduler.control import Place, RankControl, Requests
@@ -119,6 +119,7 @@ class Leader:
         )  # fmt: skip
         self._meter = Meter()
         self._steps = 0
+        self._strange: set[type] = set()  # messages for somebody else, each named once in the log
 
     def _stop_checker(self, sampling: m.SamplingParams) -> StopChecker | None:
         if not sampling.stop and not sampling.stop_regex:
@@ -214,7 +215,8 @@ class Leader:
                     )
                 case m.RankCall():
                     self._control.handle(message)
-                case _:
+                case _ if type(message) not in self._strange:
+                    self._strange.add(type(message))
                     log.warning("a rank does not take %s", type(message).__name__)
         except QuarterdeckError as error:
             self._end(message, error.status_code, error.err_type, error.message)
@@ -312,6 +314,8 @@ def main(config_path: str, dp: int, tp: int, start: int) -> None:
     group = None if scripted else make_group(config, dp=dp, tp=tp, start=start)
     runner = make_runner(config, dp=dp, tp=tp, group=group, epoch=config.epoch)
     _load_weights(config, runner)
+    if not scripted:
+        warm_up(runner)
     rank: Rank
     if tp == 0:
         rank = Leader(config, runner, dp=dp, start=start)

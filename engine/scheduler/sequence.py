@@ -30,6 +30,8 @@ from engine.messages import (
     TopLogprobs,
     join_runs,
     merge,
+    no_input_logprobs,
+    no_output_logprobs,
     row_for,
 )
 from engine.scheduler.plan import ModelInfo, SampledRow, SlotBegin
@@ -340,7 +342,7 @@ class Sequence:
         """Make ``row`` the first one: add what is told once, input logprobs included."""
         request, sampling = self.request, self.sampling
         if request.logprob is not None and request.logprob.start_len >= 0:
-            row.input_logprobs = self.input_logprobs or _no_input_logprobs(request.logprob)
+            row.input_logprobs = self.input_logprobs or no_input_logprobs(request.logprob)
             self.input_logprobs = None
         scheduled_at = now if self.scheduled_at is None else self.scheduled_at
         row.provenance = Provenance(
@@ -371,10 +373,6 @@ def _asked(value: ValueT | None) -> ValueT:
     return value
 
 
-def _no_candidates() -> TopLogprobs:
-    return TopLogprobs(ids=[], values=[])
-
-
 def _candidates(of: tuple[list[int], list[float]] | None) -> TopLogprobs:
     ids, values = _asked(of)
     return TopLogprobs(ids=[ids], values=[values])
@@ -383,22 +381,9 @@ def _candidates(of: tuple[list[int], list[float]] | None) -> TopLogprobs:
 def _output_logprobs(asked: LogprobParams, sampled: SampledRow | None) -> OutputLogprobs:
     """The families that were asked for, with one position, or none without a sample."""
     if sampled is None:
-        return OutputLogprobs(
-            values=[],
-            top=_no_candidates() if asked.top_num else None,
-            token_ids=_no_candidates() if asked.token_ids is not None else None,
-        )
+        return no_output_logprobs(asked)
     return OutputLogprobs(
         values=[_asked(sampled.logprob)],
         top=_candidates(sampled.top) if asked.top_num else None,
         token_ids=_candidates(sampled.token_logprobs) if asked.token_ids is not None else None,
-    )
-
-
-def _no_input_logprobs(asked: LogprobParams) -> InputLogprobs:
-    return InputLogprobs(
-        ids=[],
-        values=[],
-        top=_no_candidates() if asked.top_num else None,
-        token_ids=_no_candidates() if asked.token_ids is not None else None,
     )

@@ -42,7 +42,7 @@ function valuesOf(form) {
   const values = {};
   for (const field of form.elements) {
     if (!field.name || field.disabled || ((field.type === "checkbox" || field.type === "radio") && !field.checked && !("boolean" in field.dataset))) continue;
-    const value = "boolean" in field.dataset ? field.checked : field.type === "number" ? field.valueAsNumber : field.value.trim();
+    const value = "boolean" in field.dataset ? field.checked : field.type === "number" ? field.valueAsNumber * (field.dataset.scale ?? 1) : field.value.trim();
     if (value === "" || Number.isNaN(value)) continue;
     if ("list" in field.dataset) values[field.name] = [...(values[field.name] ?? []), value];
     else values[field.name] = value;

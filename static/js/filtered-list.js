@@ -25,7 +25,11 @@ export class FilteredList {
     });
     box.querySelector(".more").addEventListener("click", () => this.load(this.next));
     const asked = new URLSearchParams(location.search);
-    for (const field of this.form.elements) if (field.name && asked.has(field.name)) field.value = asked.get(field.name);
+    for (const field of this.form.elements) {
+      if (!field.name || !asked.has(field.name)) continue;
+      if (field.type === "checkbox") field.checked = asked.get(field.name) === field.value;
+      else field.value = asked.get(field.name);
+    }
     this.restart();
   }
 

@@ -45,6 +45,8 @@ class FakeRanks:
             result = {"values": [0.5] * min(3, op.truncate_size)}
         elif isinstance(op, m.ListRequests):
             result = {"requests": []}
+        elif isinstance(op, m.WaitRecording):
+            result = {"reason": "recorded 2 steps", "error": "", "steps": 2, "tensors": 3}
         elif not isinstance(op, m.PauseRank | m.ResumeRank):
             result = {"checksum": "sha", "bytes": 10, "names": 1, "complete": True}
         return m.RankAnswer(dp=dp, tp=tp, success=True, result=result)

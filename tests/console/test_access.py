@@ -66,6 +66,7 @@ def test_the_open_routes_are_these_and_no_others():
 
 
 async def test_a_stranger_gets_401_or_the_login_form(database):
+    """C15, E9: every route, asked with GET and with POST."""
     stranger = AsyncClient()
     for pattern, _, _ in CLOSED:
         for ask in (stranger.get, stranger.post):
@@ -140,6 +141,7 @@ def test_a_key_reaches_what_its_scopes_name(make_key):
 
 
 def test_routes_of_the_field_that_are_not_built_say_so(make_key):
+    """C19: and serving goes on."""
     bearer = {"Authorization": f"Bearer {make_key('control')}"}
     for name, sentence in unsupported.ROUTES.items():
         response = Client().post(f"/{name}", headers=bearer)
@@ -204,11 +206,18 @@ async def test_a_stranger_gets_no_frame(path, database):
 
 @pytest.mark.parametrize("path", SOCKETS)
 async def test_a_foreign_page_cannot_use_the_victims_cookie(path, sign_in):
+    """C15."""
     cookie = await cookie_for(sign_in, "operator")
     assert await outcome(path, cookie, (b"origin", b"http://evil.example")) == "refused"
     assert await outcome(path, cookie, (b"origin", b"http://localhost:9999")) == "refused"
+    assert await outcome(path, cookie, (b"origin", b"http://[")) == "refused"
     assert await outcome(path, cookie) == "4401"
     assert await outcome(path, cookie, OURS) == "open"
+
+
+async def test_a_cookie_of_somebody_else_does_not_spoil_ours(sign_in):
+    name, value = await cookie_for(sign_in, "operator")
+    assert await outcome("/ws/fleet/", (name, b"a,b=1; " + value), OURS) == "open"
 
 
 async def test_a_rebound_host_name_is_refused(sign_in):

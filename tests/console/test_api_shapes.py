@@ -5,15 +5,28 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+from typing import get_args
 
+import msgspec
 import pytest
 from django.test import RequestFactory
 
-from console.api import meta, sse
+from console.api import control, meta, native, recordings, sse, weights
 from console.api.errors import NotSupported, error_body
 from console.api.expand import expand
-from console.api.schemas import ChatCompletionBody, CompletionBody, GenerateBody, decode
-from console.fields import BadField
+from console.api.schemas import (
+    ChatCompletionBody,
+    CompletionBody,
+    ConversationBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+    decode,
+)
+from console.consumers.chat import ChatConsumer
+from console.consumers.jobs import JobsConsumer
+from console.fields import BadField, read_json
+from console.services.catalogue import ACTIONS
 from engine.errors import BadRequest, Overloaded
 from engine.messages import EpochLabel, Finish, Hidden, OutputLogprobs, StrRow, TopLogprobs
 
@@ -54,6 +67,57 @@ def test_a_wrong_field_is_named(kind, raw, param):
         body(kind, raw)
     assert refusal.value.param == param
     assert param in refusal.value.message
+
+
+BODIES = (
+    ChatCompletionBody, CompletionBody, GenerateBody, TokenizeBody, DetokenizeBody,
+    ConversationBody, control.AbortBody, recordings.ChangeBody, weights.NameBody,
+    *ACTIONS.values(),
+    *(frame for socket in (ChatConsumer, JobsConsumer) for frame in get_args(socket.frame_types)),
+)  # fmt: skip
+
+
+def unbounded(kind: msgspec.inspect.Type, place: str) -> list[str]:
+    """Numbers in ``kind`` that have no upper or no lower bound."""
+    if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType):
+        low = kind.ge is not None or kind.gt is not None
+        high = kind.le is not None or kind.lt is not None
+        return [] if low and high else [place]
+    inside: list[tuple[msgspec.inspect.Type, str]] = []
+    for name in ("types", "item_types"):
+        inside += [(part, place) for part in getattr(kind, name, ())]
+    for name in ("item_type", "key_type", "value_type"):
+        inside += [(getattr(kind, name), place)] if hasattr(kind, name) else []
+    inside += [(field.type, f"{place}.{field.name}") for field in getattr(kind, "fields", ())]
+    return [found for part, where in inside for found in unbounded(part, where)]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_every_number_that_comes_from_outside_has_bounds(kind):
+    """One that fits no message, column or JSON is refused by name and is no internal error."""
+    assert unbounded(msgspec.inspect.type_info(kind), kind.__name__) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw"),
+    [
+        (GenerateBody, '{"text": "x", "sampling_params": {"sampling_seed": 99999999999999999999}}'),
+        (GenerateBody, '{"text": "x", "sampling_params": {"temperature": "inf"}}'),
+        (GenerateBody, '{"text": "x", "sampling_params": {"logit_bias": {"1": "nan"}}}'),
+        (CompletionBody, '{"prompt": "x", "seed": "99999999999999999999"}'),
+    ],
+)
+def test_a_number_out_of_range_is_refused(kind, raw):
+    with pytest.raises(BadRequest):
+        body(kind, raw)
+
+
+@pytest.mark.parametrize("raw", ["[" * 5000, '{"a":' * 5000 + "1" + "}" * 5000])
+def test_a_body_that_nests_too_deeply_is_refused(raw):
+    with pytest.raises(BadRequest):
+        body(GenerateBody, raw)
+    with pytest.raises(BadRequest):
+        read_json(raw.encode(), dict)
 
 
 @pytest.mark.parametrize("raw", ["{", "\x00", '{"messages": [}', "nope"])
@@ -187,6 +251,7 @@ def test_logprobs_are_triples_of_value_id_and_text():
 
 
 def test_an_abort_before_the_first_token_has_empty_lists_and_no_missing_key():
+    """E18, E39."""
     assert meta.output_logprobs([], None, None) == {"output_token_logprobs": []}
     aborted = Finish(type="abort", message="Abort before prefill")
     assert meta.finish_reason(aborted) == {
@@ -197,6 +262,18 @@ def test_an_abort_before_the_first_token_has_empty_lists_and_no_missing_key():
     }
 
 
+def test_a_delta_shows_its_own_row_and_costs_nothing_for_those_before():
+    """E39: ids and logprobs of a chunk are of equal length, over 5,000 of them."""
+    progress = native._Progress(cumulative=False)
+    for number in range(5000):
+        part = OutputLogprobs(values=[-1.0])
+        news = StrRow(rid="r", http_worker_ipc="w", output_ids=[number], output_logprobs=part)
+        shown = progress.take(news)
+        assert shown is news
+        assert len(shown.output_ids) == len(shown.output_logprobs.values) == 1
+        assert (progress.before, progress.total) == (number, number + 1)
+
+
 def test_a_stop_names_what_matched():
     assert meta.finish_reason(Finish(type="stop", matched=0)) == {"type": "stop", "matched": 0}
     assert meta.finish_reason(Finish(type="length")) == {"type": "length"}
@@ -204,12 +281,15 @@ def test_a_stop_names_what_matched():
 
 
 def test_hidden_states_are_one_list_per_position():
+    """E18: an answer that was aborted before any was made has none."""
     row = StrRow(
         rid="r",
         http_worker_ipc="w",
         hidden=Hidden(width=2, data=struct.pack("<4f", 1, 2, 3, 4)),
     )
     assert meta.hidden_states(row) == [[1.0, 2.0], [3.0, 4.0]]
+    row.hidden = Hidden(width=0, data=b"")
+    assert meta.hidden_states(row) == []
 
 
 def test_error_bodies_have_openais_family_on_its_routes_and_the_name_elsewhere():

@@ -12,7 +12,7 @@ from django.test import AsyncClient
 from django_celery_beat.models import IntervalSchedule, PeriodicTask
 
 from console.models import Checkpoint, Engine, Job
-from console.uploads import SpooledUploads
+from console.uploads import BoundedBodies, SpooledUploads
 from engine import messages as m
 
 SAFETENSORS = struct.pack("<Q", 2) + b"{}"
@@ -88,6 +88,7 @@ async def test_get_does_the_same_with_a_key(path, engine, trainer):
 
 
 async def test_a_second_pause_is_harmless(trainer):
+    """E11."""
     for _ in range(2):
         assert (await trainer.post("/pause_generation", {"mode": "in_place"})).status_code == 200
     assert (await trainer.post("/continue_generation")).status_code == 200
@@ -185,11 +186,49 @@ async def test_a_bucket_while_a_session_of_another_is_open_is_409_and_leaves_no_
     assert list((tmp_path / "spool").iterdir()) == []
 
 
+async def test_tensors_for_a_session_that_is_gone_leave_no_file(engine, trainer, tmp_path):
+    response = await trainer.client.post(
+        "/update_weights_from_tensor?session_id=gone", SAFETENSORS,
+        content_type="application/octet-stream", headers=trainer.headers,
+    )  # fmt: skip
+    assert response.status_code == 404
+    assert list((tmp_path / "spool").iterdir()) == []
+
+
+async def test_tensors_that_are_sent_again_with_their_key_leave_one_file(engine, trainer, tmp_path):
+    begun = (await trainer.post("/begin_weight_update", {})).json()
+    answers = [
+        await trainer.client.post(
+            f"/update_weights_from_tensor?session_id={begun['session_id']}&key=bucket-1",
+            SAFETENSORS, content_type="application/octet-stream", headers=trainer.headers,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    assert len({answer.json()["job"] for answer in answers}) == 1
+    assert len(list((tmp_path / "spool").iterdir())) == 1
+
+
+async def test_a_file_of_the_server_cannot_be_named_as_tensors(engine, trainer, tmp_path):
+    """Neither any file of the machine nor one that an epoch needs: the engine would delete it."""
+    (tmp_path / "spool").mkdir()
+    kept = tmp_path / "spool" / "epoch-1.safetensors"
+    kept.write_bytes(SAFETENSORS)
+    for path in (str(kept), str(tmp_path / "spool" / ".."), "/etc/passwd"):
+        response = await trainer.post("/api/control/update_from_tensor", {"path": path})
+        assert response.status_code == 400, response.content
+    assert kept.exists()
+    assert await Job.objects.acount() == 0
+
+
 async def test_tensors_may_come_as_base64_and_never_as_a_pickle(engine, trainer):
     good = {"serialized_named_tensors": [base64.b64encode(SAFETENSORS).decode()] * 2}
     answer = (await trainer.post("/update_weights_from_tensor", good)).json()
     assert answer["success"], answer
     bad = {"serialized_named_tensors": [base64.b64encode(PICKLE).decode()]}
+    response = await trainer.post(
+        "/update_weights_from_tensor", {"serialized_named_tensors": "\u00e9"}
+    )
+    assert response.status_code == 400
     response = await trainer.post("/update_weights_from_tensor", bad)
     assert response.status_code == 400
     assert "engine/weights/sender.py" in response.json()["message"]
@@ -212,6 +251,7 @@ async def test_values_are_a_list_or_every_ranks(trainer):
 
 
 async def test_relabelling_touches_no_request(engine, trainer):
+    """E23, C20."""
     answer = (await trainer.post("/update_weight_version", {"new_version": "v3"})).json()
     assert (answer["success"], answer["new_version"]) == (True, "v3")
     assert engine.ranks.calls == []
@@ -406,3 +446,44 @@ async def test_an_operator_cannot_edit_schedules(database, make_user):
     client = await staff(make_user, "operator")
     response = await client.get("/admin/django_celery_beat/periodictask/add/")
     assert response.status_code == 403
+
+
+async def test_a_stranger_cannot_fill_memory_or_disk_with_any_other_body(settings):
+    """Django would collect all of it, in a file, before it asks who sends it."""
+    settings.DATA_UPLOAD_MAX_MEMORY_SIZE = 1000
+    heard, sent = [], []
+
+    async def application(scope, receive, send):
+        heard.append(await receive())
+        while heard[-1]["type"] == "http.request":
+            heard.append(await receive())
+
+    async def receive():
+        return {"type": "http.request", "body": b"x" * 400, "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    await BoundedBodies(application)({"type": "http", "path": "/"}, receive, send)
+    assert [message["type"] for message in heard] == ["http.request"] * 2 + ["http.disconnect"]
+    assert sent[0]["status"] == 413
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert json.loads(sent[1]["body"])["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("path", ["\0", "models/a\0b", "x" * 5000, "models/" + "\u00e9" * 200])
+async def test_what_is_no_path_is_refused_by_name(path, engine, trainer):
+    fields = {"reload_weights": "model_path", "register_checkpoint": "path", "dump": "output_dir"}
+    for action, field in fields.items():
+        response = await trainer.post(f"/api/control/{action}", {field: path})
+        assert response.status_code == 400, (action, response.content)
+        assert response.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/api/jobs?offset=", "/api/audit?offset=", "/api/profiles?offset=", "/api/epochs/"],
+)
+async def test_a_number_beyond_every_column_is_refused(path, engine, trainer):
+    for digits in (20, 5000):
+        assert (await trainer.get(path + "9" * digits)).status_code in (400, 404)

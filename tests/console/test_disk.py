@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import resource
 import struct
 import time
 
@@ -125,6 +126,19 @@ async def test_what_is_no_safetensors_is_refused_and_leaves_nothing(home, conten
 async def test_a_body_that_is_cut_off_is_refused_and_leaves_nothing(home):
     with pytest.raises(BadRequest, match="announced"):
         await spool.write_stream(stream(SAFETENSORS), len(SAFETENSORS) + 5)
+    assert list((home / "spool").iterdir()) == []
+
+
+async def test_a_disk_that_is_full_after_all_is_refused_and_leaves_nothing(home, settings):
+    """Room was made, then somebody else took it."""
+    settings.QUARTERDECK_DISK_QUOTA_GB = 1
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * KB, before[1]))
+    try:
+        with pytest.raises(NoSpace):
+            await spool.write_stream(stream(SAFETENSORS, b"x" * 200 * KB), 10 + 200 * KB)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((home / "spool").iterdir()) == []
 
 

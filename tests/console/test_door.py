@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 from asgiref.sync import sync_to_async
 from django.contrib.auth.models import User
-from django.test import AsyncClient
 
-from console.asgi import application
 from console.auth import Forbidden, principal_of_user
 from console.database import DatabaseAway
-from console.models import AuditEntry, Engine, Job, WeightUpdate
+from console.models import AuditEntry, Job, WeightUpdate
 from console.services import audit, control, jobs, journal, reconcile, schedules
 from engine import messages as m
 from engine.errors import BadRequest, Conflict, NotFound
-from tests.console.communicator import OURS, Socket, cookie_of
+from tests.console.ways import WAYS, Deed
 
-FIELDS = {"timeout_s": 0}
+FLUSH = Deed(name="flush_cache", route="/flush_cache", menu="flush_cache", fields={"timeout_s": 0})
 
 
 @sync_to_async
@@ -32,67 +29,7 @@ async def principal(make_user, role: str = "operator"):
     return await sync_to_async(principal_of_user)(user)
 
 
-async def signed_in(make_user, role: str, **fields) -> AsyncClient:
-    client = AsyncClient()
-    await client.aforce_login(await sync_to_async(make_user)(role, **fields))
-    return client
-
-
 # ---------------------------------------------------------------- five ways
-
-
-async def by_page(make_user, make_key, role):
-    client = await signed_in(make_user, role)
-    body = {**FIELDS, "reason": "test"}
-    response = await client.post("/api/control/flush_cache", body, content_type="application/json")
-    return response.status_code in (200, 202)
-
-
-async def by_http(make_user, make_key, role):
-    scope = "control" if role == "operator" else "inference"
-    key = await sync_to_async(make_key)(scope)
-    headers = {"Authorization": f"Bearer {key}", "X-Quarterdeck-Reason": "test"}
-    response = await AsyncClient().post(
-        "/flush_cache", json.dumps(FIELDS), content_type="application/json", headers=headers
-    )
-    return response.status_code == 200
-
-
-async def by_admin(make_user, make_key, role):
-    client = await signed_in(make_user, role, is_staff=True)
-    engine = (await rows(Engine))[0]
-    form = {"action": "flush_cache", "_selected_action": engine.pk, "apply": "1", "timeout_s": "0",
-            "reason": "test", "key": "k1"}  # fmt: skip
-    response = await client.post("/admin/console/engine/", form)
-    assert response.status_code in (200, 302)  # a viewer sees the list without the action
-    return bool(await rows(Job))
-
-
-async def by_socket(make_user, make_key, role):
-    client = await signed_in(make_user, role)
-    cookie = await sync_to_async(cookie_of)(client)
-    socket = Socket(application, "/ws/jobs/", cookie, OURS)
-    assert await socket.open() == "open"
-    await socket.say({"type": "act", "action": "flush_cache", "fields": FIELDS, "reason": "test",
-                      "ref": "1"})  # fmt: skip
-    seen = []
-    while not seen or seen[-1]["type"] not in ("ended", "error"):
-        seen.append(await socket.hear())
-    await socket.leave()
-    return seen[-1]["type"] == "ended"
-
-
-async def by_beat(make_user, make_key, role):
-    await sync_to_async(make_user)(role, username="nightly")
-    given = {"action": "flush_cache", "fields": FIELDS, "as_user": "nightly", "reason": "test"}
-    try:
-        return await schedules.act(given, message_id="m1") is not None
-    except Forbidden:
-        return False
-
-
-WAYS = {"page": by_page, "admin": by_admin, "http": by_http, "websocket": by_socket,
-        "beat": by_beat}  # fmt: skip
 
 
 async def settled():
@@ -103,7 +40,7 @@ async def settled():
 async def test_one_action_five_ways_makes_the_same_job_and_audit_entry(
     way, engine, make_user, make_key
 ):
-    assert await WAYS[way](make_user, make_key, "operator")
+    assert await WAYS[way](FLUSH, make_user, make_key, "operator")
     await settled()
     [job] = await rows(Job)
     assert (job.kind, job.title, job.target) == ("flush_cache", "Flush cache", "engine")
@@ -121,7 +58,7 @@ async def test_one_action_five_ways_makes_the_same_job_and_audit_entry(
 async def test_a_viewer_is_refused_each_way_and_nothing_reaches_the_engine(
     way, engine, make_user, make_key
 ):
-    assert not await WAYS[way](make_user, make_key, "viewer")
+    assert not await WAYS[way](FLUSH, make_user, make_key, "viewer")
     assert await rows(Job) == []
     assert engine.ranks.calls == []
     assert {entry.result for entry in await rows(AuditEntry)} <= {"denied"}
@@ -244,6 +181,7 @@ async def test_a_reload_makes_a_lineage_row(engine, make_user, tmp_path):
 async def test_weights_outside_the_roots_are_refused_whether_they_exist_or_not(
     engine, make_user, tmp_path
 ):
+    """C15."""
     who = await principal(make_user)
     (tmp_path / "models" / "link").symlink_to("/etc")
     for path in ("/etc", "models/../../etc", "/nowhere/at/all", "models/link", ""):
@@ -374,6 +312,7 @@ async def test_a_schedule_of_somebody_who_may_not_sign_in_does_nothing(engine, m
 
 
 async def test_a_queue_that_piled_up_acts_once(engine, make_user):
+    """C23: no flood after a stop."""
     await sync_to_async(make_user)("operator")
     given = {"action": "flush_cache", "as_user": "operator"}
     done = [await schedules.act(given, message_id=f"m{i}") for i in range(5)]
@@ -381,6 +320,7 @@ async def test_a_queue_that_piled_up_acts_once(engine, make_user):
 
 
 async def test_a_message_that_is_delivered_twice_acts_once(engine, make_user, monkeypatch):
+    """C23."""
     monkeypatch.setattr(schedules, "BURST_S", 0.0)
     await sync_to_async(make_user)("operator")
     given = {"action": "flush_cache", "as_user": "operator"}

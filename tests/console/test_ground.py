@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import stat
@@ -15,8 +16,12 @@ from asgiref.sync import sync_to_async
 from django.core.checks import run_checks
 from django.db import connection
 from django.test import AsyncClient, Client
+from django.utils import timezone
+from django_celery_beat.models import IntervalSchedule, PeriodicTask
+from django_celery_beat.schedulers import ModelEntry
 
 from console.apps import check_connections, check_layer, check_pragmas
+from console.celery import app as celery
 from console.secrets import persistent_secret
 from console.version import VERSION
 
@@ -97,6 +102,7 @@ def test_a_secret_is_made_once_and_is_private(tmp_path):
 
 @pytest.mark.django_db
 def test_sqlite_took_the_options_that_were_meant_for_it():
+    """C8."""
     assert check_pragmas(None, databases=["default"]) == []
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA journal_mode")
@@ -105,6 +111,7 @@ def test_sqlite_took_the_options_that_were_meant_for_it():
 
 @pytest.mark.django_db
 def test_options_in_the_wrong_place_are_reported(monkeypatch):
+    """C8."""
     monkeypatch.setitem(connection.settings_dict, "OPTIONS", {})
     with connection.cursor() as cursor:
         cursor.execute("PRAGMA busy_timeout = 5")
@@ -164,6 +171,34 @@ def test_two_processes_that_read_and_write_never_meet_a_locked_database(tmp_path
     assert int(in_a_new_process(count, tmp_path, **env).stdout) == done > 20
 
 
+# ---------------------------------------------------------------- beat
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("time_zone", ["UTC", "America/New_York", "Asia/Kolkata"])
+def test_beat_is_due_neither_an_hour_late_nor_again_and_again(settings, time_zone):
+    """C23: whatever the clock on the wall says, and once after it was away for a day."""
+    settings.TIME_ZONE = time_zone
+    every = IntervalSchedule.objects.create(every=60, period="seconds")
+    now = timezone.now()
+    for age_s, due in ((30, False), (61, True), (86_400, True)):
+        last = now - datetime.timedelta(seconds=age_s)
+        row = PeriodicTask.objects.create(
+            name=f"{age_s} s ago", task="console.reconcile", interval=every, last_run_at=last
+        )
+        entry = ModelEntry(PeriodicTask.objects.get(pk=row.pk), app=celery)
+        is_due, next_s = entry.is_due()
+        assert is_due is due
+        assert 25 <= next_s <= 60
+        assert next(entry).is_due()[0] is False
+
+
+def test_beat_reads_its_rows_in_utc(settings):
+    """C23."""
+    assert (settings.USE_TZ, celery.conf.timezone) == (True, "UTC")
+    assert celery.conf.beat_scheduler.endswith(":DatabaseScheduler")
+
+
 # ---------------------------------------------------------------- checks
 
 
@@ -173,6 +208,7 @@ def test_the_project_passes_its_own_checks(settings):
 
 
 def test_an_in_memory_layer_with_two_workers_is_refused(settings):
+    """C2."""
     settings.QUARTERDECK_WORKERS = 2
     assert [error.id for error in check_layer(None)] == ["console.E002"]
     settings.QUARTERDECK_WORKERS = 1
@@ -180,6 +216,7 @@ def test_an_in_memory_layer_with_two_workers_is_refused(settings):
 
 
 def test_persistent_connections_are_refused(settings, monkeypatch):
+    """C7."""
     monkeypatch.setitem(settings.DATABASES["default"], "CONN_MAX_AGE", 60)
     assert [error.id for error in check_connections(None)] == ["console.E003"]
 

@@ -323,6 +323,7 @@ def test_jobs_are_listed_filtered_and_shown_in_full(script, sign_in):
 
 
 async def test_the_socket_tells_every_change_even_without_hints(script, sign_in, worker):
+    """C5: the row is the truth."""
     cookie = await cookie_for(sign_in, "viewer")
     socket = Socket(application, "/ws/jobs/", cookie, OURS)
     watch = asyncio.create_task(worker.jobs.watch())

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 from asgiref.sync import sync_to_async
 from django.test import AsyncClient
@@ -50,6 +51,17 @@ def test_every_worker_writes_and_there_is_one_spell(database):
         for _ in range(3):
             chronicle.record(picture(at, {0: epoch}))
     assert spells() == [(1, 0, 7), (2, 7, 8), (3, 8, None)]
+
+
+@pytest.mark.parametrize("at", [float("nan"), 1e300])
+async def test_a_picture_with_a_time_of_no_calendar_ends_no_worker(at, engine, worker):
+    snapshot = worker.client.snapshot
+    told = msgspec.structs.replace(snapshot.engine, model="another")
+    worker.chronicle.put(msgspec.structs.replace(snapshot, at=at))
+    worker.chronicle.put(msgspec.structs.replace(snapshot, at=at, ranks=[]))
+    worker.chronicle.put(msgspec.structs.replace(snapshot, engine=told))
+    await worker.chronicle.write(worker.client)
+    assert (await Engine.objects.aget()).model_path == "another"
 
 
 def test_a_worker_that_is_behind_changes_nothing(database):

@@ -45,6 +45,7 @@ def end(job: Job, state: Job.State, **result) -> None:
 
 
 def test_a_profile_with_a_dead_rank_is_merged_by_a_job_of_its_own_and_called_partial():
+    """C10, C11: capturing, merging, partial; the missing rank is named."""
     action = ProfileAction(recording_id="p1", merge_profiles=True, num_steps=8)
     job = job_of(action)
     assert Profile.objects.get().state == "capturing"
@@ -78,15 +79,23 @@ def test_a_name_that_was_used_before_is_a_conflict():
 
 @pytest.mark.parametrize("output_dir", ["/etc", "../elsewhere", "a/../../b"])
 def test_files_go_nowhere_but_under_the_root(output_dir):
+    """C15."""
     with pytest.raises(BadRequest, match="is not under"):
         ProfileAction.read({"output_dir": output_dir}).checked()
 
 
 def test_sglang_spells_numbers_as_strings_and_needs_a_number_of_steps_by_stage():
+    """E47: and a start without bounds ends by itself."""
     assert ProfileAction.read({"num_steps": "8"}).spec().num_steps == 8
     with pytest.raises(BadRequest, match="num_steps"):
         ProfileAction.read({"profile_by_stage": True}).checked()
     assert ProfileAction.read({}).checked().spec().max_seconds == 60
+
+
+@pytest.mark.parametrize("action", [ProfileAction, DumpTensors])
+def test_a_recording_cannot_hide_behind_a_page(action):
+    with pytest.raises(BadRequest, match="cannot be an id"):
+        action.read({"recording_id": "compare", "layers": "0"}).checked()
 
 
 def test_a_dump_takes_lists_and_texts():
@@ -126,6 +135,19 @@ def test_a_pin_keeps_the_files_from_the_quota_and_from_deletion(home):
     assert not directory.exists() and not Profile.objects.exists()
 
 
+@pytest.mark.parametrize("output_dir", [".", "shared", "shared/below"])
+def test_deleting_a_recording_that_is_named_like_its_folder_leaves_the_others(home, output_dir):
+    name = "profiles" if output_dir == "." else "shared"
+    (home / "profiles" / output_dir).mkdir(parents=True)
+    other = home / "profiles" / output_dir / "p2-dp0-tp0.trace.json.gz"
+    other.touch()
+    job_of(ProfileAction(recording_id="p2", output_dir=output_dir))
+    place = output_dir.partition("/")[0]
+    end(job_of(ProfileAction(recording_id=name, output_dir=place)), Job.State.DONE, recorded={})
+    recordings.delete(Profile.objects.get(recording_id=name))
+    assert other.exists()
+
+
 def test_deleting_one_of_two_in_a_folder_leaves_the_other(home):
     directory = home / "dumps" / "both"
     directory.mkdir(parents=True)
@@ -146,10 +168,12 @@ def test_deleting_one_of_two_in_a_folder_leaves_the_other(home):
         ("bytes=-10", 206, "bytes 999990-999999/1000000"),
         ("bytes=5-5000000", 206, "bytes 5-999999/1000000"),
         ("bytes=0-1,5-6", 200, None),
+        ("bytes=0-" + "9" * 5000, 200, None),
         ("bytes=1000000-", 416, "bytes */1000000"),
     ],
 )
 async def test_a_trace_comes_in_ranges_and_in_chunks(home, asked, status, content_range):
+    """C10: each rank's file can be fetched in pieces."""
     content = bytes(range(250)) * 4000
     path = home / "trace.json.gz"
     path.write_bytes(content)

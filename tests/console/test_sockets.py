@@ -37,6 +37,7 @@ async def open_socket(path: str, *headers) -> Socket:
 
 
 async def test_a_command_after_logout_is_refused_and_the_socket_closes(make_user):
+    """C15."""
     client = AsyncClient()
     await client.aforce_login(await sync_to_async(make_user)("operator"))
     cookie = (b"cookie", f"quarterdeck_session={client.session.session_key}".encode())
@@ -48,6 +49,7 @@ async def test_a_command_after_logout_is_refused_and_the_socket_closes(make_user
 
 
 async def test_logout_closes_sockets_that_say_nothing(make_user, hints):
+    """C15."""
     client = AsyncClient()
     await client.aforce_login(await sync_to_async(make_user)("operator"))
     cookie = (b"cookie", f"quarterdeck_session={client.session.session_key}".encode())
@@ -72,6 +74,7 @@ async def test_a_lost_hint_is_made_up_for_by_the_sweep(make_user, worker, monkey
 
 
 async def test_a_demoted_user_cannot_go_on_commanding(make_user):
+    """C15."""
     user = await sync_to_async(make_user)("operator")
     client = AsyncClient()
     await client.aforce_login(user)
@@ -99,7 +102,16 @@ async def test_a_revoked_key_closes_its_sockets(make_key, hints):
 
 @pytest.mark.parametrize(
     "frame",
-    ["not json", "[]", '{"type": "dance"}', '{"type": "start"}', '{"type": "stop", "stream": 3}'],
+    [
+        "not json",
+        "[]",
+        '{"type": "dance"}',
+        '{"type": "start"}',
+        '{"type": "stop", "stream": 3}',
+        '{"type": "stop", "x":' + "[" * 5000,
+        '{"type": "stop", "stream": "\\ud800"}',
+        '{"type": "resume", "stream": "s", "next": 99999999999999999999}',
+    ],
 )
 async def test_a_bad_frame_is_answered_and_the_socket_stays(frame, sign_in):
     socket = await open_socket("/ws/chat/", OURS, await cookie_for(sign_in, "operator"))

@@ -109,6 +109,7 @@ async def test_frames_are_numbered_from_zero_and_end_exactly_once(hub, engine):
 
 
 async def test_a_slow_reader_gets_fewer_frames_and_every_token(hub, engine):
+    """C3, E34: what waits is merged, so it stays small."""
     attachment = hub.start("s", "user:1", engine.source)
     words = [f"w{i} " for i in range(5000)]
     engine.feed(*(row(word, [i]) for i, word in enumerate(words)), row(ids=[], finish=DONE))
@@ -177,6 +178,7 @@ async def test_a_stream_that_waits_is_shown_as_started(hub, engine, monkeypatch)
 
 
 async def test_stop_says_slot_freed_only_after_the_engine_confirmed(hub, engine):
+    """C1: a second stop is harmless."""
     attachment = hub.start("s", "user:1", engine.source)
     engine.feed(row("a"))
     await read(attachment, count=2)
@@ -189,6 +191,7 @@ async def test_stop_says_slot_freed_only_after_the_engine_confirmed(hub, engine)
 
 
 async def test_stop_without_an_answer_of_the_engine_ends_and_says_so(hub, engine, monkeypatch):
+    """C1: the slot is not called free."""
     monkeypatch.setattr(streams, "STOP_TIMEOUT_S", 0.05)
     engine.answers_aborts = False
     attachment = hub.start("s", "user:1", engine.source)
@@ -231,6 +234,7 @@ async def test_nobody_resumes_anothers_stream(hub, engine):
 
 
 async def test_the_grace_ends_in_an_abort_and_the_record_keeps_the_text(hub, engine):
+    """C1."""
     attachment = hub.start("s", "user:1", engine.source)
     engine.feed(row("kept"))
     await read(attachment, count=2)
@@ -260,6 +264,7 @@ async def test_a_newer_socket_takes_over_and_the_older_ones_leaving_starts_no_gr
 
 
 async def test_frames_beyond_the_replay_buffer_are_gone_and_said_to_be(hub, engine, monkeypatch):
+    """C3: memory is bounded, and a gap is never silent."""
     monkeypatch.setattr(streams, "REPLAY_BYTES", 2000)
     attachment = hub.start("s", "user:1", engine.source)
     reading = asyncio.create_task(read(attachment))
@@ -279,6 +284,7 @@ async def test_the_same_stream_id_cannot_start_twice(hub, engine):
 
 
 async def test_closing_the_hub_aborts_everything_at_once(engine):
+    """C1: the server shuts down."""
     hub = StreamHub(worker="1", grace_s=60)
     attachment = hub.start("s", "user:1", engine.source)
     engine.feed(row("a"))

@@ -85,6 +85,8 @@ def test_50_chats_over_two_workers_are_exact(tree):
         with tree.socket("/ws/chat/") as socket:
             start(socket, text=f"question {at % 5}")
             frames = hear(socket)
+        assert frames[-1]["finish"]["type"] == "length"
+        assert frames[-1]["text_length"] == len(text_of(frames))
         return text_of(frames), frames[-1]["worker"]
 
     with ThreadPoolExecutor(16) as pool:
@@ -107,6 +109,7 @@ def test_several_streams_share_a_socket(tree):
 
 @pytest.mark.parametrize("route", ["worker:1", "worker:2"])
 def test_stop_ends_the_work_and_says_that_the_slot_is_free(tree, route):
+    """C1: also through a relay."""
     with tree.socket("/ws/chat/") as socket:
         stream = start(socket, route=route, params=LONG)
         hear(socket, count=5)
@@ -133,6 +136,14 @@ def test_a_reload_resumes_on_whichever_worker_it_lands(tree):
     assert [f["type"] for f in frames].count("end") == 1
 
 
+@pytest.mark.parametrize("path", ["/ws/chat/", "/ws/fleet/", "/ws/jobs/"])
+def test_no_socket_pays_for_compression(tree, path):
+    """C26: this client offers permessage-deflate, whose buffers would cost each socket 300 KB."""
+    with tree.socket(path) as socket:
+        assert "permessage-deflate" in socket.request.headers["Sec-WebSocket-Extensions"]
+        assert "Sec-WebSocket-Extensions" not in socket.response.headers
+
+
 def test_nobody_resumes_the_stream_of_another_account(tree):
     with tree.socket("/ws/chat/") as mine, tree.browser() as browser:
         stream = start(mine, params=LONG)
@@ -146,6 +157,7 @@ def test_nobody_resumes_the_stream_of_another_account(tree):
 
 
 def test_sockets_that_vanish_free_their_slots_within_the_grace(tree):
+    """C1: closed without a close frame, half of them relayed."""
     sockets = [tree.socket("/ws/chat/") for _ in range(32)]
     for at, socket in enumerate(sockets):
         start(socket, text=f"prompt {at}", route=f"worker:{1 + at % 2}", params=LONG)
@@ -203,6 +215,7 @@ def test_answers_side_by_side_on_two_workers_share_one_question(tree):
 
 
 def test_signing_out_closes_the_sockets_of_that_session_on_every_worker(tree):
+    """C1, C15."""
     with tree.browser() as browser, tree.browser() as bystander:
         sockets = [tree.socket("/ws/chat/", browser) for _ in range(8)]
         spared = tree.socket("/ws/chat/", bystander)

@@ -17,9 +17,12 @@ import psutil
 import pytest
 
 from console import supervisor
-from console.supervisor import Child, GaveUp, Spec
+from console.supervisor import Child, GaveUp, Spec, Supervisor
+from engine.process_guard import PARENT_PID
+from engine.weights.checkpoint import SINGLE
 from tests.console.test_tree_chat import LONG, hear, start
 from tests.console.tree import ROOT, Tree, eventually, running_tree
+from tests.engine.weights.checkpoints import scripted_checkpoint
 
 e2e = pytest.mark.e2e
 
@@ -124,6 +127,7 @@ def test_celery_comes_back_and_serving_goes_on(tree, title):
 
 @e2e
 def test_a_dead_engine_ends_requests_at_once_and_is_started_again(tree):
+    """E7: meanwhile no worker says that it is ready."""
     with ThreadPoolExecutor(1) as pool:
         body = {"text": "x", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
         answer = pool.submit(tree.post, "/generate", body)
@@ -132,6 +136,15 @@ def test_a_dead_engine_ends_requests_at_once_and_is_started_again(tree):
         response = answer.result(timeout=6)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
+    unready: set[str] = set()
+
+    def nobody_is_ready() -> bool:
+        asked = tree.get("/ready")
+        if asked.status_code == 503:
+            unready.add(asked.headers["x-quarterdeck-worker"])
+        return unready == {"1", "2"}
+
+    eventually(nobody_is_ready, 3, tree)
     assert tree.get("/health").status_code == 200
     assert tree.fleet()["engine"]["state"] != "running" or restarted(tree, "engine", dead)
     eventually(lambda: tree.get("/health_generate").status_code == 200, 60, tree)
@@ -176,8 +189,15 @@ def test_a_missing_model_is_named_with_the_command_that_fetches_it(tmp_path):
 @e2e
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_of_ours_is_left_however_the_supervisor_ends(tmp_path, ending):
-    """E6: no process, no port, no socket; and the same home starts again."""
+    """E6, C24, C32: no process, no port, no socket. The same home starts again, serves what was
+    loaded and knows its jobs."""
     with running_tree(tmp_path) as tree:
+        (tmp_path / "models" / "step-7").mkdir()
+        scripted_checkpoint(tmp_path / "models" / "step-7" / SINGLE, 7)
+        body = {"model_path": "models/step-7", "weight_version": "v7", "token_step": 7}
+        loaded = tree.post("/update_weights_from_disk", body).json()
+        assert loaded["success"], loaded
+        job = tree.get(f"/api/jobs/{loaded['job']}").json()["job"]
         port = int(tree.url.rsplit(":", 1)[1])
         eventually(lambda: len(tree.processes()) >= 12, 20, tree)
         processes = tree.processes()
@@ -197,6 +217,10 @@ def test_nothing_of_ours_is_left_however_the_supervisor_ends(tmp_path, ending):
             probe.bind(("127.0.0.1", port))
     with running_tree(tmp_path) as again:
         assert again.get("/health_generate").status_code == 200
+        serves = {"weight_version": "v7", "token_step": 7, "epoch": loaded["epoch"]}
+        assert again.get("/get_weight_version").json() == serves
+        known = again.get(f"/api/jobs/{job['id']}").json()["job"]
+        assert known | {"curl": ""} == job | {"curl": ""}  # the port is another one
 
 
 def alive(process: psutil.Process) -> bool:
@@ -208,6 +232,7 @@ def alive(process: psutil.Process) -> bool:
 
 @e2e
 def test_an_engine_that_cannot_start_ends_the_tree_with_the_reason(tmp_path):
+    """E7: a code that is not zero."""
     with running_tree(tmp_path, wait=False, QUARTERDECK_KV_TOKENS="17") as tree:
         assert tree.process.wait(60) == 1
         assert "kv_tokens" in tree.log
@@ -221,6 +246,7 @@ def short_lived(code: int) -> Child:
 
 
 def test_restarts_back_off_and_the_fifth_failure_in_a_minute_gives_up(monkeypatch):
+    """E5, E7: with a sentence that names the child."""
     child, delays = short_lived(3), []
     for _ in range(4):
         child.start()
@@ -243,6 +269,68 @@ def test_what_is_served_does_not_end_because_celery_cannot_start():
         child.plan_restart("exit code 1")
         delays.append(round(child.start_at - time.monotonic()))
     assert delays == [1, 2, 4, 8, 16, 30, 30]
+
+
+SLOW_WORKER = """
+import socket, sys, time
+time.sleep(6)
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+while True:
+    client, _ = listener.accept()
+    client.recv(1000)
+    client.sendall(b"HTTP/1.1 200 OK\\r\\n\\r\\n")
+    client.close()
+"""
+
+
+@pytest.fixture
+def signals():
+    """The supervisor takes the process's signals; afterwards they are as before."""
+    taken = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+    before = {number: signal.getsignal(number) for number in taken}
+    yield
+    signal.set_wakeup_fd(-1)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_worker_that_is_slow_to_start_is_waited_for_and_not_killed(tmp_path, signals):
+    """E5: it takes longer than the 5 s after which uvicorn's own supervisor would kill it."""
+    path = tmp_path / "worker.sock"
+    command = [sys.executable, "-c", SLOW_WORKER, str(path)]
+    with sockets.create_server(("127.0.0.1", 0)) as listener:
+        told: list[str] = []
+
+        def announce(url: str) -> None:
+            told.append(url)
+            os.kill(os.getpid(), signal.SIGTERM)  # ends the loop
+
+        tree = Supervisor(announce)
+        child = Child(Spec(name="web 1", command=command, stop_s=0.5))
+        tree._groups, tree._workers, tree._listeners = [[child]], [path], [listener]
+        began = time.monotonic()
+        tree.main_loop()
+        assert time.monotonic() - began > 6
+        assert len(told) == 1
+        assert child.failures == [] and child.process.poll() is None
+        tree.shutdown()
+    assert child.process.returncode == -signal.SIGTERM
+
+
+def test_any_number_of_web_workers_has_one_beat(settings, signals, monkeypatch):
+    """C23."""
+    monkeypatch.setenv(PARENT_PID, "0")
+    settings.QUARTERDECK_WORKERS, settings.QUARTERDECK_PORT = 4, 0
+    tree = Supervisor(print)
+    tree.startup()
+    names = [child.spec.name for child in tree._children()]
+    tree.shutdown()
+    assert sorted(name for name in names if name.startswith("web")) == [
+        f"web {number}" for number in (1, 2, 3, 4)
+    ]
+    assert names.count("celery beat") == names.count("celery worker") == 1
 
 
 def test_a_child_that_ran_for_long_starts_again_without_delay_growth():

@@ -94,6 +94,7 @@ def busy(tree: Tree, count: int = 4) -> Iterator[list[dict]]:
 
 
 def test_a_reload_under_load_is_proved_by_every_token(tree):
+    """C12, E22: tokens prove their labels; every worker says the new version at once."""
     act(tree, "reload_weights", source=checkpoint(tree, 1), token_step=101)
     with busy(tree) as answers:
         preview = tree.post(
@@ -224,6 +225,7 @@ def test_requests_in_flight_show_who_sent_them_and_can_be_aborted(tree):
 
 
 def test_a_schedule_in_the_admins_table_acts_through_the_door(tree):
+    """C23: beat sends soon after it is asked to."""
     tree.manage(
         "shell", "-c",
         "from django_celery_beat.models import *; import json; "
@@ -278,7 +280,7 @@ def test_a_web_worker_that_dies_in_a_call_leaves_it_to_the_other(tree):
 
 
 def test_a_router_that_dies_in_a_call_leaves_an_honest_end(tree):
-    """Its successor does not know the call; it was not sent again."""
+    """C11: its successor does not know the call; it was not sent again."""
     with busy(tree, 2):
         job = tree.post("/api/control/flush_cache", {"timeout_s": 20}).json()["job"]
         router = next(
@@ -306,6 +308,7 @@ def big_checkpoint(tree: Tree, gigabytes: float) -> str:
 
 
 def test_a_celery_worker_that_is_killed_ends_its_job_after_its_return(tree):
+    """C24: the job is in the database, whoever runs it."""
     path = big_checkpoint(tree, 1.0)
     job = tree.post("/api/control/register_checkpoint", {"path": path}).json()["job"]
     eventually(

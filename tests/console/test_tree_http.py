@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,7 @@ def test_the_package_maps_our_refusals_to_its_exceptions(client, tree):
 
 
 def test_stop_texts_never_leak_into_either_form(client):
+    """E32: streamed and whole text are the same."""
     ask = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "temperature": 0}
     plain = client.chat.completions.create(**ask, max_tokens=40).choices[0].message.content
     stop = plain[20:26]
@@ -186,6 +188,20 @@ def test_text_and_ids_of_it_are_the_same_prompt_and_pieces_join_to_the_text(tree
     assert "".join(plain["pieces"]) == plain["text"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_output_ids_are_the_new_tokens_alone(tree, stream):
+    """E35: no id of the prompt in front of them."""
+    prompt = list(range(100, 110))
+    ask = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+    with tree.stream("/generate", ask | {"stream": stream}) as response:
+        answer = events(response)[-1] if stream else json.loads(response.read())
+    info = answer["meta_info"]
+    assert len(answer["output_ids"]) == info["completion_tokens"] == 4
+    assert info["prompt_tokens"] == 10
+    text = tree.post("/detokenize", {"tokens": answer["output_ids"]}).json()["text"]
+    assert answer["text"].strip() == text.strip()
+
+
 def test_return_bytes_gives_the_exact_bytes(tree):
     import base64
 
@@ -194,6 +210,7 @@ def test_return_bytes_gives_the_exact_bytes(tree):
 
 
 def test_the_same_id_twice_is_409_and_the_first_goes_on(tree):
+    """E19."""
     ask = {
         "text": "x",
         "rid": "twice",
@@ -208,6 +225,7 @@ def test_the_same_id_twice_is_409_and_the_first_goes_on(tree):
 
 
 def test_an_abort_reaches_the_request_from_any_worker_and_keeps_what_was_made(tree):
+    """E14, E15, E18: partial lists of equal length, and the version."""
     for attempt in range(4):
         rid = f"abort-{attempt}"
         ask = {"text": "x", "rid": rid, "sampling_params": LONG, "return_logprob": True}
@@ -225,7 +243,38 @@ def test_an_abort_reaches_the_request_from_any_worker_and_keeps_what_was_made(tr
         assert body["meta_info"]["weight_version"] == "default"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_abort_at_the_pause_gate_is_an_answer_without_tokens(tree, stream):
+    """E15, E18, E39: it never runs, and no key is missing; streamed it is one clean chunk."""
+    ask = {"text": "x", "rid": "gate", "stream": stream, **EVERYTHING}
+    assert tree.post("/pause_generation", {"mode": "in_place"}).status_code == 200
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(tree.post, "/generate", ask)
+            eventually(lambda: tree.get("/api/requests").json()["requests"], 5, tree)
+            assert tree.post("/abort_request", {"rid": "gate"}).json()["found"] == ["gate"]
+            response = asked.result(timeout=5)
+    finally:
+        tree.post("/continue_generation", {})
+    assert response.status_code == 200, response.text
+    if stream:
+        *chunks, last = [line[6:] for line in response.text.splitlines() if line]
+        assert (len(chunks), last) == (1, "[DONE]")
+        answer = json.loads(chunks[0])
+    else:
+        answer = response.json()
+    info = answer["meta_info"]
+    assert (info["finish_reason"]["type"], info["finish_reason"]["status_code"]) == ("abort", None)
+    assert (answer["text"], answer["output_ids"], info["completion_tokens"]) == ("", [], 0)
+    assert info["weight_version"] == "default"
+    for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
+                 "input_token_logprobs", "output_token_entropy_val", "hidden_states"):  # fmt: skip
+        assert info[name] == [], name
+    assert tree.running() == 0
+
+
 def test_an_empty_rid_is_no_abort_of_everything(tree):
+    """E14."""
     assert tree.post("/abort_request", {"rid": ""}).status_code == 400
     inference = tree.new_key("inference")
     with httpx.Client(base_url=tree.url, headers={"Authorization": f"Bearer {inference}"}) as http:
@@ -237,7 +286,7 @@ def test_an_empty_rid_is_no_abort_of_everything(tree):
 
 
 def test_clients_that_vanish_free_their_slots_within_a_second(tree):
-    """32 at once, half of them streaming; each closes its socket without a word."""
+    """C1: 32 at once, half of them streaming; each closes its socket without a word."""
     eventually(lambda: tree.running() == 0, 5)
     clients = [tree.client() for _ in range(32)]
 
@@ -283,30 +332,69 @@ def test_the_first_chunk_comes_long_before_the_last(tree):
 # ---------------------------------------------------------------- every worker
 
 
-def test_every_worker_takes_connections_and_gives_the_same_answers(tree):
-    ask = {"text": "same", "sampling_params": {"max_new_tokens": 12, "temperature": 0}}
+GREEDY = {"max_new_tokens": 12, "temperature": 0}
+EVERYTHING = {
+    "sampling_params": GREEDY, "return_logprob": True, "logprob_start_len": 0,
+    "top_logprobs_num": 2, "token_ids_logprob": [3, 4], "return_text_in_logprobs": True,
+    "return_entropy": True, "return_hidden_states": True, "return_bytes": True,
+    "data_parallel_rank": 0,
+}  # fmt: skip
+ANSWERS = {
+    "rich": ("/generate", {"text": "same", **EVERYTHING}),
+    "batch": ("/generate", {"text": ["same", "other"], **EVERYTHING}),
+    "streamed": ("/generate", {"text": "same", "stream": True, **EVERYTHING}),
+    "chat": ("/v1/chat/completions", {"model": "default",
+        "messages": [{"role": "user", "content": "same"}], "max_tokens": 12, "temperature": 0,
+        "logprobs": True, "top_logprobs": 2}),
+    "completion": ("/v1/completions", {"model": "default",
+        "prompt": ["same", "other"], "max_tokens": 12, "temperature": 0, "logprobs": 1}),
+    "tokens": ("/tokenize", {"prompt": "same"}),
+    "text": ("/detokenize", {"tokens": [100, 101, 102]}),
+    "refusal": ("/generate", {"text": "same", "sampling_params": {"top_p": 7}}),
+}  # fmt: skip
+OWN = re.compile(  # what differs between two equal requests: names, clocks, what is cached by now
+    r'"(id|created|queue_time|e2e_latency|cached_tokens)":("[^"]*"|[^,}]*)|'
+    r'"prompt_tokens_details":\{[^}]*\}'
+)
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_every_worker_takes_connections_and_gives_the_same_answers(tree, kind):
+    """E4: equal to the byte, for each form of an answer that there is."""
+    path, body = ANSWERS[kind]
+    seen: dict[str, set[str]] = {}
     with ThreadPoolExecutor(8) as pool:
-        responses = list(pool.map(lambda _: tree.post("/generate", ask), range(40)))
-    assert {r.headers["x-quarterdeck-worker"] for r in responses} == {"1", "2"}
-    assert {r.headers["x-quarterdeck-via"] for r in responses} == {"1", "2"}
-    assert len({r.json()["text"] for r in responses}) == 1
+        while len(seen) < 2:
+            for response in pool.map(lambda _: tree.post(path, body), range(16)):
+                worker = response.headers["x-quarterdeck-worker"]
+                assert response.headers["x-quarterdeck-via"] == worker
+                text = response.text if kind != "streamed" else response.text.split("data: ")[-2]
+                seen.setdefault(worker, set()).add(OWN.sub("", text))
+    assert seen["1"] == seen["2"]
+    assert len(seen["1"]) == 1 and len(min(seen["1"])) > 20
 
 
 def test_every_worker_refuses_what_has_no_key(tree):
+    """E9: also on routes that control the engine."""
+    paths = ("/generate", "/v1/chat/completions", "/abort_request", "/get_server_info",
+             "/pause_generation", "/update_weights_from_disk")  # fmt: skip
     seen = set()
-    for _ in range(20):
-        for path in ("/generate", "/v1/chat/completions", "/abort_request", "/get_server_info"):
-            response = httpx.post(tree.url + path, json={}, verify=False)
-            assert response.status_code == 401
-            seen.add(response.headers["x-quarterdeck-worker"])
-    assert seen == {"1", "2"}
+    for path in paths * 12:
+        response = httpx.post(tree.url + path, json={}, verify=False)
+        assert response.status_code == 401
+        seen.add((path, response.headers["x-quarterdeck-worker"]))
+    assert seen == {(path, worker) for path in paths for worker in ("1", "2")}
 
 
 def test_health_is_200_on_an_idle_worker_each_time(tree):
+    """E2: whichever worker takes it."""
+    seen = set()
     for _ in range(20):
         response = httpx.get(f"{tree.url}/health_generate", verify=False)
         assert response.status_code == 200
         assert response.headers["x-quarterdeck-state"] == "running"
+        seen.add(response.headers["x-quarterdeck-worker"])
+    assert seen == {"1", "2"}
 
 
 def test_the_rate_of_a_key_is_counted_over_all_workers(tree):
@@ -325,6 +413,7 @@ def test_the_rate_of_a_key_is_counted_over_all_workers(tree):
 
 
 def test_server_information_holds_no_secret(tree):
+    """C15."""
     shown = tree.get("/get_server_info").text + tree.get("/get_model_info").text
     secret = (tree.home / "secret.key").read_text()
     assert secret not in shown

@@ -13,9 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine import messages as m
 from engine.client import EngineClient
-from engine.errors import QuarterdeckError
+from engine.errors import EngineUnreachable, QuarterdeckError
 from engine.launch import engine_process, report_client_death
+from engine.router.process import HEARTBEAT_S
 from engine.runfile import read_run_file, run_file_path
 from tests.e2e.engines import answer, ask, eventually, running_engine, scripted_config
 
@@ -68,6 +70,7 @@ async def start_client(home: str) -> asyncio.subprocess.Process:
 
 
 async def test_a_dead_rank_ends_its_own_requests_and_restarts(tmp_path):
+    """E7."""
     async with running_engine(scripted_config(tmp_path, dp=2, scripted_step_s=0.02)) as tree:
         client = tree.clients[0]
         doomed = await start_streams(client, 4, dp_rank=0)
@@ -89,6 +92,7 @@ async def test_a_dead_rank_ends_its_own_requests_and_restarts(tmp_path):
 
 
 async def test_a_request_that_kills_its_rank_twice_is_quarantined(tmp_path):
+    """E7: the scheduler raises; the client hears of it at once."""
     async with running_engine(scripted_config(tmp_path, dp=1)) as tree:
         client = tree.clients[0]
         poison = ask("[[fail 3]] poison")
@@ -115,10 +119,16 @@ async def test_a_dead_detokenizer_restarts_alone(tmp_path):
 
 
 async def test_a_dead_router_ends_everything_and_the_engine_comes_back(tmp_path):
+    """C11: also calls that wait for an answer, within two of its heartbeats."""
     async with running_engine(scripted_config(tmp_path, scripted_step_s=0.02)) as tree:
         client = tree.clients[0]
         doomed = await start_streams(client, 4)
+        call = asyncio.create_task(client.call(m.FlushCacheReqInput, deadline_s=60, timeout_s=60.0))
+        await asyncio.wait({call}, timeout=0.2)
+        assert not call.done(), "it should wait for the streams"
         old = tree.kill("router")
+        with pytest.raises(EngineUnreachable, match="restarting"):
+            await asyncio.wait_for(call, 2 * HEARTBEAT_S)
         rows = await asyncio.wait_for(asyncio.gather(*doomed), 5)
         assert {row.finish.err_type for row in rows} == {"engine_restarting"}
         await eventually(lambda: serves(client), 60)

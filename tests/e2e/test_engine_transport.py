@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
+from collections import Counter
 from contextlib import aclosing
+from pathlib import Path
 
+import psutil
 import pytest
 
+from engine import messages as m
 from engine.errors import BadRequest, QuarterdeckError
+from engine.launch import STOP_GRACE_S
+from engine.wire import VERSION, PushSocket
 from tests.e2e.engines import answer, ask, eventually, running_engine, scripted_config
+from tests.engine.test_wire import Touch
 
 pytestmark = pytest.mark.e2e
 
@@ -19,6 +27,7 @@ async def live_requests(client) -> int:
 
 
 async def test_two_workers_get_exactly_their_own_answers(tmp_path):
+    """E4."""
     async with running_engine(scripted_config(tmp_path, dp=2, detokenizers=2)) as tree:
         one, two = tree.clients[0], await tree.connect("2")
         alone = {i: (await answer(one, ask(f"question {i} [[eos 40]]"))).text for i in range(12)}
@@ -31,6 +40,40 @@ async def test_two_workers_get_exactly_their_own_answers(tmp_path):
         assert {row.provenance.dp_rank for row in rows} == {0, 1}
         assert one.counters["late_rows"] == two.counters["late_rows"] == 0
         assert await live_requests(one) == 0
+
+
+async def test_rubbish_on_every_socket_runs_no_code_and_ends_no_process(tmp_path):
+    """E49, C19: pickles, broken frames, and messages that belong to somebody else."""
+    async with running_engine(scripted_config(tmp_path, tp=2, scripted_step_s=0.01)) as tree:
+        client = tree.clients[0]
+        before = {process.pid for process in tree.launcher.children(recursive=True)}
+        running = asyncio.create_task(answer(client, ask("x", sampling={"max_new_tokens": 3000})))
+        await eventually(lambda: client.counters["rows"] > 3, 10)
+        run_dir = Path(client.inbox.removeprefix("ipc://")).parent
+        addresses = [path for path in run_dir.iterdir() if path.is_socket()]
+        assert len(addresses) == 6, "router, its reports, detokenizer, leader, follower, client"
+        assert not [
+            connection for process in (tree.launcher, *tree.launcher.children(recursive=True))
+            for connection in process.net_connections("inet")
+        ], "something listens on a network"  # fmt: skip
+        for path in addresses:
+            stranger = PushSocket(f"ipc://{path}")
+            payload = pickle.dumps(Touch(tmp_path / "pwned"))
+            for frame in (payload, bytes((VERSION,)) + payload, b"", b"\xff" * 1000):
+                stranger.send_frame(frame)
+            stranger.send(m.InboxGone(inbox="ipc:///nobody"))
+            stranger.send(m.BatchStrOutput(rows=[]))
+            stranger.close()
+
+        async def counted() -> bool:
+            return (await client.fleet()).counters["malformed"] >= 8
+
+        await eventually(counted, 5)
+        await client.abort(abort_all=True)
+        assert (await running).finish.type == "abort"
+        assert (await answer(client, ask("after [[eos 3]]"))).finish.type == "stop"
+        assert {process.pid for process in tree.launcher.children(recursive=True)} == before
+        assert not (tmp_path / "pwned").exists()
 
 
 async def test_an_abort_works_from_any_worker_and_is_exact(tmp_path):
@@ -106,8 +149,9 @@ async def test_a_client_that_goes_away_frees_its_slot(tmp_path):
 
 
 async def test_a_thousand_random_aborts_leave_nothing_behind(tmp_path):
-    """E17: start, abort at a random moment; no entry left, nobody else hurt."""
+    """E17: start, abort at a random moment; no entry left, nobody hurt, and it ends in time."""
     chance = random.Random(7)
+    ends: list[object] = []
     async with running_engine(scripted_config(tmp_path, dp=2)) as tree:
         one, two = tree.clients[0], await tree.connect("2")
 
@@ -122,12 +166,16 @@ async def test_a_thousand_random_aborts_leave_nothing_behind(tmp_path):
                 task.cancel()
             elif how == 1:
                 await other.abort(f"r{i}")
-            await asyncio.gather(task, return_exceptions=True)
+            ends.extend(await asyncio.gather(task, return_exceptions=True))
 
         bystander = asyncio.create_task(answer(one, ask("bystander [[eos 30]]")))
         for start in range(0, 1000, 50):
             await asyncio.gather(*(start_and_abort(i) for i in range(start, start + 50)))
         assert (await bystander).finish.type == "stop"
+        rows = [end for end in ends if not isinstance(end, asyncio.CancelledError)]
+        kinds = Counter((row.finish.type, row.finish.status_code) for row in rows)
+        assert set(kinds) == {("abort", None), ("length", None)}, "somebody had an error"
+        assert len(ends) == 1000 and min(kinds.values()) > 100
 
         async def nothing_left() -> bool:
             return await live_requests(one) == 0
@@ -136,6 +184,9 @@ async def test_a_thousand_random_aborts_leave_nothing_behind(tmp_path):
         for client in (one, two):
             await eventually(lambda c=client: not c._abandoned and not c._streams, 2)
             assert client.counters["late_rows"] == 0
+        children = tree.launcher.children(recursive=True)
+        tree.launcher.terminate()
+        assert not psutil.wait_procs(children, timeout=STOP_GRACE_S)[1]
 
 
 async def test_children_of_one_parent_are_admitted_and_aborted_together(tmp_path):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import shutil
 import time
 from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import messages as m
 from engine.dumps.compare import compare
@@ -73,9 +77,11 @@ async def test_recordings_of_a_serving_engine(config, home):
     """One engine for all that harms nobody: starting it takes longer than each of these."""
     async with running_engine(config) as tree:
         await a_profile_under_load_holds_every_rank(tree, home / "profiles")
+        await a_stop_under_load_holds_no_answer_up(tree, home / "stopped")
         await two_captures_in_one_folder_do_not_mix(tree, home / "profiles")
         await a_capture_ends_by_itself_when_nothing_runs(tree, home / "idle")
         await a_dump_of_one_request_among_eight_holds_only_its_rows(tree, config, home / "dumps")
+        await two_weight_epochs_differ_from_the_first_changed_module(tree, config, home)
         await what_cannot_be_recorded_is_refused_and_serving_goes_on(tree, home / "refused")
         await a_full_disk_fails_the_dump_and_nothing_else(tree, home / "full")
 
@@ -96,6 +102,35 @@ async def a_profile_under_load_holds_every_rank(tree, directory):
     assert summary.largest_gap_us is not None and summary.median_step_us is not None
     print(f"gap {summary.largest_gap_us / 1e3:.1f} ms, step {summary.median_step_us / 1e3:.1f} ms")
     assert summary.communication_share > 0
+
+
+async def a_stop_under_load_holds_no_answer_up(tree, directory):
+    """C11, E47: traces are written off the step thread, and complete when stop returns."""
+    client = tree.clients[0]
+    arrivals: list[float] = []
+    stop = asyncio.Event()
+
+    async def watch(dp_rank: int) -> None:
+        sampling = {"max_new_tokens": 200, "ignore_eos": True}
+        while not stop.is_set():
+            async for _ in client.generate(ask(PROMPT, dp_rank=dp_rank, sampling=sampling)):
+                arrivals.append(time.monotonic())
+
+    async with load(client):
+        watching = asyncio.create_task(watch(0))
+        await start_profile(tree, "busy", directory)
+        await eventually(lambda: len(arrivals) > 100, 20)
+        began = time.monotonic()
+        stopped = await call(tree, m.StopRecordingReqInput, recording="profile")
+        took = time.monotonic() - began
+        assert stopped.success, stopped
+        assert merge(directory, "busy").label == "4 of 4"
+        stop.set()
+        await watching
+    during = [began, *(at for at in arrivals if began <= at <= began + took), began + took]
+    gap = max(later - earlier for earlier, later in pairwise(during))
+    print(f"stop took {took:.2f} s, the longest wait for a token in it was {gap:.2f} s")
+    assert gap < 1.0
 
 
 async def two_captures_in_one_folder_do_not_mix(tree, directory):
@@ -138,6 +173,39 @@ async def a_dump_of_one_request_among_eight_holds_only_its_rows(tree, config, di
         assert torch.allclose(tensor, truth, atol=ATOL, rtol=1e-3), (name, kind)
 
 
+async def two_weight_epochs_differ_from_the_first_changed_module(tree, config, home):
+    """An update that changes one module of the second layer, and nothing before it."""
+    changed = "model.layers.1.self_attn.o_proj"
+    path = changed_checkpoint(config, home / "models" / "changed", f"{changed}.weight")
+    directory, client = home / "epochs", tree.clients[0]
+    for name in ("before", "after"):
+        asked = {"kinds": ["output", "weight", "logits"], "rids": [name], "max_steps": 100}
+        assert (await start_dump(tree, name, directory, **asked)).success
+        await generate(client, name, "one prompt, two epochs", tokens=1, dp_rank=0)
+        assert (await wait_for(tree, "dump", name)).success
+        if name == "before":
+            assert (await call(tree, m.UpdateWeightFromDiskReqInput, model_path=path)).success
+    found = compare(read_dump(directory, "before"), read_dump(directory, "after"))
+    first = found.first_divergence
+    assert first is not None and (first.name, first.kind) == (changed, "weight"), found.label
+    assert first.epochs == (1, 2)
+    at = found.pairs.index(first)
+    assert at > 20 and all(pair.equal for pair in found.pairs[:at])
+    after = {pair.name for pair in found.pairs[at:] if pair.kind == "output" and pair.diverges}
+    assert {changed, "model.layers.1.self_attn", "model.layers.1", "model.norm"} <= after
+    assert found.pairs[-1].kind == "logits" and found.pairs[-1].diverges
+    assert not found.problems and not found.only_in_a and not found.only_in_b
+
+
+def changed_checkpoint(config, path: Path, name: str) -> str:
+    """The served model with one weight scaled."""
+    shutil.copytree(config.model_path, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return str(path)
+
+
 async def what_cannot_be_recorded_is_refused_and_serving_goes_on(tree, directory):
     nothing = await start_dump(tree, "bad", directory, modules=["model.layers.*.mlq"])
     assert nothing.status_code == 400 and "no dump point matches" in nothing.message
@@ -166,6 +234,7 @@ async def a_full_disk_fails_the_dump_and_nothing_else(tree, directory):
 
 
 async def test_a_late_rank_is_merged_and_a_killed_one_is_named(config, home):
+    """E45, C10."""
     async with running_engine(config) as tree:
         directory = home / "late"
         async with load(tree.clients[0]):

@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine import messages as m
@@ -54,6 +55,7 @@ async def state_is(client, state: str) -> bool:
 async def test_a_rank_killed_in_prepare_leaves_the_old_epoch_and_one_in_commit_the_new(
     tmp_path, title
 ):
+    """C13."""
     async with running_engine(weighted_config(tmp_path, dp=2, tp=2)) as tree:
         client, config = tree.clients[0], tree.config
         pid = stop(tree, title)
@@ -88,6 +90,7 @@ async def test_a_rank_killed_in_prepare_leaves_the_old_epoch_and_one_in_commit_t
 
 
 async def test_weights_that_do_not_fit_change_nothing_under_load(tmp_path):
+    """C13: refused at each stage of the preparation."""
     async with running_engine(weighted_config(tmp_path, dp=2)) as tree:
         client, swaps = tree.clients[0], Swaps(tree)
         wrong_shape = tmp_path / "shape.safetensors"
@@ -114,6 +117,7 @@ async def test_weights_that_do_not_fit_change_nothing_under_load(tmp_path):
 
 
 async def test_whatever_dies_after_an_update_the_updated_weights_serve(tmp_path):
+    """C32: a detokenizer, a rank, the router, the whole engine."""
     config = weighted_config(tmp_path, dp=2, tp=2)
     async with running_engine(config) as tree:
         client = tree.clients[0]
@@ -130,6 +134,8 @@ async def test_whatever_dies_after_an_update_the_updated_weights_serve(tmp_path)
         assert (await client.call(DISK, deadline_s=30.0, model_path=path)).result["epoch"] == 3
     async with running_engine(config) as tree:
         await serves_everywhere(tree, 2, epoch=3)
+    async with running_engine(msgspec.structs.replace(config, restore=False, dp=1, tp=1)) as tree:
+        await serves_everywhere(tree, 0, epoch=4)
 
 
 async def test_an_engine_whose_weights_are_gone_says_which_epoch_it_serves(tmp_path):

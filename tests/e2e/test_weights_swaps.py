@@ -126,15 +126,20 @@ async def test_rows_of_aborted_requests_are_whole(tmp_path):
 
 
 async def test_an_update_that_meets_a_long_request_waits_then_says_no(tmp_path):
-    """E21: the engine lives, old weights and version are intact."""
+    """E21, E22: the engine lives, old weights and version are intact; nobody says another one."""
     async with running_engine(weighted_config(tmp_path, dp=2)) as tree:
         one, two = tree.clients[0], await tree.connect("2")
         long = asyncio.create_task(answer(two, ask("x", sampling={"max_new_tokens": 6000})))
         await eventually(lambda: two.counters["rows"] > 3, 10)
         began = time.monotonic()
-        reply = await one.call(
-            DISK, deadline_s=30.0, model_path=checkpoint(tree.config, 1), drain_timeout_s=1.0
-        )
+        source = checkpoint(tree.config, 1)
+        update = asyncio.create_task(
+            one.call(DISK, deadline_s=30.0, model_path=source, weight_version="v2",
+                     drain_timeout_s=1.0)
+        )  # fmt: skip
+        while not update.done():
+            assert (await two.fleet()).engine.weight_version == "default"
+        reply = await update
         assert time.monotonic() - began < 5
         assert (reply.success, reply.err_type) == (False, "drain_timeout")
         assert (await one.fleet()).engine.epoch == 1 and not long.done()
@@ -160,6 +165,7 @@ async def test_an_update_that_nobody_waits_for_is_known_by_its_job(tmp_path):
 
 
 async def test_a_pause_that_everybody_forgot_ends_by_itself(tmp_path):
+    """C13: a pause always has a lease."""
     async with running_engine(weighted_config(tmp_path, pause_lease_s=1.0)) as tree:
         client = tree.clients[0]
         await client.call(m.PauseGenerationReqInput, deadline_s=5.0)
@@ -173,7 +179,7 @@ async def test_a_pause_that_everybody_forgot_ends_by_itself(tmp_path):
 
 
 async def test_a_new_label_disturbs_nobody(tmp_path):
-    """E23."""
+    """E23, C20."""
     async with running_engine(weighted_config(tmp_path, scripted_step_s=0.01)) as tree:
         client = tree.clients[0]
         running = asyncio.create_task(answer(client, ask("x", sampling={"max_new_tokens": 60})))

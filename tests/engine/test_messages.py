@@ -60,6 +60,7 @@ def test_the_module_itself_loads():
     ],
 )
 def test_a_field_of_a_row_without_a_merge_rule_fails_at_import(marker, line):
+    """E4."""
     with pytest.raises(TypeError, match="news declares no merge rule"):
         load_messages(with_line_after(marker, line))
 
@@ -163,6 +164,7 @@ def test_merging_does_not_change_the_rows_that_are_merged():
 
 @given(owners=st.lists(st.integers(0, 3), max_size=30))
 def test_grouping_by_inbox_loses_and_invents_nothing(owners):
+    """E4: no row knows how many workers there are."""
     chance = random.Random(len(owners))
     rows = [
         msgspec.structs.replace(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from datetime import date
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
+from engine.client import TOKEN_CHARACTERS, GenerateReqInput, TokenizerWorker
 from engine.errors import BadRequest, ConfigError
+from engine.messages import SamplingParams
 from engine.tokenizer import Tokenizer
 from tests.engine.samples import KINDS, TEMPLATE, embedded_model_dir, write_model_dir
 
@@ -54,6 +58,40 @@ def pair_of(tmp_path_factory):
 @pytest.fixture(scope="module")
 def smollm2():
     return Pair(embedded_model_dir())
+
+
+# --------------------------------------------------------------------------- other threads
+
+
+def test_a_long_text_does_not_hold_up_other_threads(smollm2):
+    """A worker's lease and its other streams lived on the same interpreter lock."""
+    done = threading.Event()
+    gaps = []
+
+    def tick():
+        while not done.is_set():
+            began = time.monotonic()
+            time.sleep(0.001)
+            gaps.append(time.monotonic() - began)
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    began = time.monotonic()
+    smollm2.ours.encode("hello world " * 50_000)
+    took = time.monotonic() - began
+    done.set()
+    ticker.join()
+    assert max(gaps) < took / 2
+
+
+async def test_a_text_that_no_context_can_hold_is_refused_unread(pair_of):
+    worker = TokenizerWorker(pair_of("byte_level").ours, max_context=10, vocab_size=400)
+    long = "x" * (10 * TOKEN_CHARACTERS + 1)
+    for prompt in ({"text": long}, {"messages": [{"role": "user", "content": long}]}):
+        request = GenerateReqInput(sampling=SamplingParams(), **prompt)
+        with pytest.raises(BadRequest, match="characters") as refusal:
+            await worker.tokenize(request)
+        assert refusal.value.err_type == "context_length_exceeded"
 
 
 # --------------------------------------------------------------------------- text

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from engine import messages as m
+from engine.router.process import Outbox
 from engine.wire import (
     INBOX_FRAMES,
     MESSAGES,
@@ -116,6 +117,7 @@ def received(socket, count=1, timeout_s=5.0):
 
 
 def test_a_pickle_runs_no_code_and_is_counted(address, tmp_path):
+    """E49."""
     inbox = PullSocket(address)
     stranger = zmq.Context.instance().socket(zmq.PUSH)
     stranger.connect(address)
@@ -133,6 +135,7 @@ def test_a_pickle_runs_no_code_and_is_counted(address, tmp_path):
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:0", "tcp://*:5555", "inproc://x"])
 @pytest.mark.parametrize("kind", [PullSocket, PushSocket])
 def test_only_ipc_addresses_are_taken(kind, address):
+    """E49: nothing listens on a network."""
     with pytest.raises(ValueError, match="only ipc"):
         kind(address)
 
@@ -170,6 +173,7 @@ def test_each_inbox_gets_its_own_messages_in_order_over_a_socket_made_when_neede
 
 
 def test_a_full_inbox_is_told_and_the_others_go_on(tmp_path):
+    """C18: a send that did not go out is never called a success."""
     mapping = SocketMapping(hwm=4)
     full, free = f"ipc://{tmp_path}/full", f"ipc://{tmp_path}/free"
     inbox = PullSocket(free)
@@ -199,10 +203,23 @@ def test_an_evicted_inbox_loses_its_socket_and_what_was_queued(tmp_path):
 
 
 @pytest.mark.parametrize("inbox", ["", "tcp://10.0.0.1:1", "ipc:///" + "x" * 200, "nonsense"])
-def test_an_inbox_that_no_socket_can_reach_takes_nothing(inbox):
+def test_an_inbox_that_no_socket_can_reach_takes_nothing_and_is_named_once(inbox, caplog):
     mapping = SocketMapping()
-    assert mapping.send(inbox, row()) is False
+    for _ in range(100):
+        assert mapping.send(inbox, row()) is False
     assert len(mapping) == 0
+    assert caplog.text.count("cannot reach inbox") == 1
+
+
+@pytest.mark.parametrize("inbox", ["", "/etc/passwd", "tcp://127.0.0.1:1", "ipc://"])
+def test_the_router_drops_an_answer_for_what_is_no_address(inbox):
+    """A request that names such an inbox ended the router while it was refused."""
+    outbox = Outbox()
+    message = m.Rejoin(inbox=inbox, reason="x")
+    outbox.send(inbox, message)
+    outbox.send_if_free(inbox, message)
+    outbox.retry()
+    assert outbox.dropped == 1
 
 
 def test_a_worker_that_stops_reading_is_seen_after_few_frames(address):

@@ -34,6 +34,7 @@ test("frames that come twice change nothing", () => {
   assert.equal(answer.text, "ab");
 });
 
+// C3
 test("a gap is noticed and the replay from next repairs it", () => {
   const answer = play([started, delta(1, "a", [1])]);
   assert.equal(takeFrame(answer, delta(3, "c", [3])), "gap");
@@ -43,6 +44,7 @@ test("a gap is noticed and the replay from next repairs it", () => {
   assert.equal(answer.skipped, 0);
 });
 
+// C3: and the page says how many.
 test("frames that are gone for good are counted", () => {
   const answer = play([started, delta(1, "a", [1])]);
   assert.equal(skipTo(answer, delta(5, "f", [6])), "applied");

@@ -54,6 +54,11 @@ for (const theme of THEMES) {
     for (const mark of marks) assert.ok(contrast(colour[mark], colour.surface) >= 3, mark);
   });
 
+  test(`${theme}: both ends of a heat map stand out, and differ for every kind of colour vision`, () => {
+    for (const end of ["heat-above", "heat-below"]) assert.ok(contrast(colour[end], colour["heat-ground"]) >= 3, end);
+    for (const [vision, matrix] of Object.entries(VISION)) assert.ok(distance(seen(colour["heat-above"], matrix), seen(colour["heat-below"], matrix)) >= 0.1, vision);
+  });
+
   test(`${theme}: versions differ for every kind of colour vision`, () => {
     for (const [vision, matrix] of Object.entries(VISION)) {
       for (let one = 0; one < 8; one += 1) {

@@ -19,6 +19,7 @@ function tokensOf(text, sizes) {
 
 const draw = (tokens, text) => spansOf(tokens.map((_, id) => id), (id) => tokens[id], text);
 
+// C16
 test("spans join to the text whatever the token borders", () => {
   const text = "naïve 世界 👩‍🚀 end";
   for (const sizes of [[1], [2], [3], [1, 4], [5]]) {

@@ -20,6 +20,7 @@ from engine.messages import (
     merge_all,
 )
 from tests.engine.detokenizer.vocabulary import ListVocabulary
+from tests.engine.scheduler.replay import calls_of
 
 LENGTH = Finish(type="length")
 ABORT = Finish(type="abort", message="gone")
@@ -56,11 +57,27 @@ def stream(tokens, finish, *, sizes=(), special=(), **fields):
 
 @pytest.mark.parametrize("sizes", [(), (3,), (2, 1), (1, 2)])
 def test_no_character_of_a_stop_string_is_sent(sizes):
+    """E32."""
     deltas = stream(
         ["a #", "#", "# b"], Finish(type="stop", matched="###"), sizes=sizes, stop=("###",)
     )
     assert "".join(deltas) == "a "
     assert not any("#" in delta for delta in deltas)
+
+
+@pytest.mark.parametrize("no_stop_trim", [False, True])
+def test_a_stop_string_far_into_an_answer_and_right_at_its_end(no_stop_trim):
+    """E32: "#", "##" as the 50th and 51st token, and the same as the very last ones."""
+    words = [f"word {number} " for number in range(49)]
+    tokens = [*words, "#", "##", "</s>"]
+    shown = "".join(words) + ("###" if no_stop_trim else "")
+    finish = Finish(type="stop", matched="###")
+    for sizes in ((99,), (50, 1), (49, 2), ()):  # whole, over the border, and token by token
+        deltas = stream(tokens[:51], finish, sizes=sizes, stop=("###",), no_stop_trim=no_stop_trim)
+        assert "".join(deltas) == shown
+        assert no_stop_trim or not any("#" in delta for delta in deltas)
+    at_eos = stream(tokens, Finish(type="stop", matched=51), stop=("####",))
+    assert "".join(at_eos) == "".join(words) + "###"
 
 
 def test_text_that_only_began_like_a_stop_string_is_sent_when_it_is_clear():
@@ -76,6 +93,7 @@ def test_held_back_text_is_sent_when_the_request_ends_without_the_stop():
 
 
 def test_the_stop_string_stays_with_no_stop_trim_and_is_not_held_back():
+    """E32."""
     deltas = stream(
         ["a #", "#", "# b"],
         Finish(type="stop", matched="###"),
@@ -152,7 +170,7 @@ some_tokens = st.lists(
 def test_streams_of_any_shape_say_what_the_whole_answer_says(
     tokens, stop, stop_regex, sizes, min_new_tokens
 ):
-    """The scheduler ends at the first match that may end; the text is all before that match."""
+    """E32: the scheduler ends at the first match that may end; the text is all before it."""
     sampling = SamplingParams(stop=tuple(stop), stop_regex=tuple(stop_regex))
     vocabulary = ListVocabulary(tokens)
     checker = StopChecker(sampling, vocabulary)
@@ -179,6 +197,7 @@ def test_streams_of_any_shape_say_what_the_whole_answer_says(
 
 
 def test_each_request_has_its_own_flags():
+    """E31: whatever the order."""
     tokens, ids = ["hi", "<|x|>"], [0, 1]
     rows = [
         token_row("a", ids, decode=params(skip_special_tokens=True), finish=LENGTH),
@@ -218,6 +237,27 @@ def test_logprobs_carry_the_texts_of_their_tokens():
     assert answer.output_logprobs.texts == [" b"]
     assert answer.output_logprobs.top.texts == [[" b", "\ufffd"]]
     assert answer.input_logprobs.texts == ["a", " b"]
+
+
+def test_a_row_costs_the_same_however_long_its_answer_is():
+    """E39: 5,000 rows with logprobs; each says what is new and nothing else."""
+    detokenizer = Detokenizer(ListVocabulary(["a", " b"]))
+    costs, answers = [], []
+
+    def accept(number: int) -> None:
+        top = TopLogprobs(ids=[[0, 1]], values=[[-0.5, -1.0]])
+        logprobs = OutputLogprobs(values=[-0.5], top=top)
+        decode = None if number else params(logprob_text=True, stop=("###",))
+        row = token_row(ids=[number % 2], output_logprobs=logprobs, decode=decode)
+        answers.append(detokenizer.accept(row))
+
+    for number in range(5000):
+        costs.append(calls_of(lambda number=number: accept(number)))
+    assert max(costs[1:1001]) == max(costs[-1000:]) < 2 * min(costs[1:])
+    for answer in answers:
+        part = answer.output_logprobs
+        assert len(answer.output_ids) == len(part.values) == len(part.texts) == 1
+        assert len(part.top.ids) == 1
 
 
 def test_every_shared_field_of_a_row_is_passed_on():

@@ -160,6 +160,7 @@ def test_a_row_that_breaks_ends_its_request_and_no_other(engine, process, tokeni
 
 
 def test_rubbish_and_messages_for_others_are_counted(engine, process, hello):
+    """C19."""
     inbox = engine.inbox("w1")
     engine.rank.send_frame(b"\x80rubbish")
     engine.rank.send(stamped("ipc:///w", GetFleetReqInput, call=Call(id="c", deadline=1.0)))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.client import GenerateReqInput, TokenizerWorker
+from engine.detokenizer.regex_size import regex_size
 from engine.detokenizer.stops import (
+    MAX_STOPS,
     REGEX_CHARACTERS,
+    REGEX_TIMEOUT_S,
     STOP_CHARACTERS,
     Match,
     StopChecker,
@@ -101,14 +106,50 @@ def test_a_match_longer_than_the_bound_is_not_found():
 
 
 def test_a_regex_that_explodes_ends_its_request_with_a_sentence():
-    with pytest.raises(BadRequest, match="took longer") as caught:
+    with pytest.raises(BadRequest, match="took too long") as caught:
         first_stop(["a" * 60 + "b"], stop_regex=(r"(a|aa)+$",))
     assert caught.value.err_type == "stop_regex_too_slow"
+
+
+def test_many_slow_regexes_have_no_more_time_than_one():
+    """64 patterns that are each just quick enough held up every other request for seconds."""
+    slow = "(?:a|aa)+(?:b|$)(?!)"
+    sources = tuple(f"{slow}{at}" for at in range(MAX_STOPS))
+    began = time.thread_time()
+    with pytest.raises(BadRequest, match="took too long"):
+        first_stop(["a" * 24] * 4, stop_regex=sources)
+    assert time.thread_time() - began < 10 * REGEX_TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("source", "size"),
+    [
+        (r"\d{4}-\d{2}-\d{2}", 10),
+        (r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", 45),
+        ("x{0,90000000}", 1),
+        ("1{1000}", 1000),
+        ("(?:(?:a{30}){30}){30}", 30**3),
+        ("(?x)a{1 000}", 1000),
+        ("(?x)a{1#,\n000}", 1000),
+        ("(?x)(?:a{100}#(\n){100}", 10_000),
+        ("(?:a{100}[(]){100}", 10_000),
+        ("(?:a{100}[[(]){100}", 10_000),
+        (r"(?:a{100}\(){100}", 10_000),
+        ("a{x(?:a{100}){100}", 10_000),
+    ],
+)
+def test_a_regex_is_measured_before_it_is_compiled(source, size):
+    assert size <= regex_size(source)
+    if size < 100:
+        assert regex_size(source) == size
 
 
 @pytest.mark.parametrize(
     ("stop", "stop_regex", "reason"),
     [
+        ((), ("a{50000000}",), "unroll"),  # compiled it takes gigabytes
+        ((), ("(?:a{100}){100}", "(?:b{100}){100}"), "unroll"),
+        ((), ("(?V1)" + "[" * 200 + "a" + "]" * 200,), "does not compile"),
         ((), ("(",), "does not compile"),
         (("",), (), "characters"),
         (("x" * (STOP_CHARACTERS + 1),), (), "characters"),

@@ -56,6 +56,7 @@ def answer(tokenizer, ids, lengths, *, prompt=(), skip=True):
 @settings(max_examples=60, deadline=None)
 @given(numbers=seeds, lengths=sizes)
 def test_deltas_concatenate_to_one_shot_decoding(tokenizer_of, kind, skip, numbers, lengths):
+    """C16, E29: any ids in any chunks."""
     tokenizer = tokenizer_of(kind)
     ids = ids_of(tokenizer, numbers)
     whole = tokenizer.decode(ids, skip_special_tokens=skip)
@@ -93,6 +94,7 @@ def test_an_answer_is_what_decoding_adds_to_the_prompt(
 def test_no_replacement_character_shows_while_a_character_is_unfinished(
     tokenizer_of, kind, text, lengths
 ):
+    """C16."""
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if "\ufffd" not in tokenizer.decode(ids):
@@ -175,6 +177,7 @@ def test_a_window_is_exact_for_a_decoder_it_knows_nothing_about(data, lengths):
 
 
 def test_printable_text_that_grows_shrinks_and_grows_is_given_out_once():
+    """E29."""
     texts = {0: "", 1: "A 世\ufffd", 2: "A 世a\ufffd", 3: "A 世ab"}
     stream = WindowStream(lambda ids: texts[len(ids)], [])
     deltas = [stream.push([7]) for _ in range(3)]

@@ -180,6 +180,7 @@ def alone(runner: ModelRunner, job: Job) -> Job:
 def test_a_mixed_batch_gives_each_request_what_it_gets_alone(
     runner: ModelRunner, plain: Plain, seed: int
 ) -> None:
+    """E38: any mix of families, in any chunks."""
     for job in mixed_batch(runner, random.Random(seed), 6):
         assert_same(fields(job), fields(alone(runner, job)))
         assert_same(fields(job), expected(job, plain, runner.info.eos_token_ids))
@@ -198,6 +199,7 @@ def test_mixed_batches_of_the_embedded_model(embedded_model: Path, batches: int)
 
 
 def test_only_the_request_that_asked_has_hidden_states(runner: ModelRunner) -> None:
+    """E37: in one step with one that did not."""
     driver = Driver(runner)
     without = driver.begin(Job(prompt_ids=[5, 6, 7]))
     asked = driver.begin(Job(prompt_ids=[8, 9], options={"return_hidden_states": True}))

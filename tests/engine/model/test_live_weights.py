@@ -22,7 +22,7 @@ from tests.engine.model.driver import Driver, Job
 def test_weights_of_a_later_epoch_lie_over_the_models_own(
     tiny_model: Callable[[str], Path], tmp_path: Path, backend: str
 ) -> None:
-    """An update of some layers: what it names is new, all else as before; twice is as once."""
+    """E27: An update of some layers: what it names is new, all else as before; twice is as once."""
     source = tiny_model("llama")
     read = Checkpoint(source).read
     names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]

@@ -20,6 +20,7 @@ def test_the_synthetic_traces_merge_whole_and_keep_the_rules(tmp_path):
 
 
 def test_memory_does_not_grow_with_the_traces(tmp_path):
+    """C10: the merge streams."""
     peaks = []
     for events in (10_000, 160_000):
         directory = tmp_path / str(events)

@@ -171,12 +171,21 @@ def test_recording_starts_at_the_step_that_was_asked_for(toy):
 
 
 def test_a_capture_ends_without_any_step_when_its_time_is_over(toy):
+    """E47, C11: nobody has to stop it."""
     toy.arm(max_seconds=0.05)
     assert toy.capture.armed
     time.sleep(0.06)
     manifest = toy.manifest()
     assert manifest.reason == "reached 0.05 seconds"
     assert manifest.segments == [] and manifest.complete
+
+
+def test_a_capture_without_any_bound_has_bounds():
+    """E47: who starts it and never stops it fills neither disk nor memory."""
+    spec = parse_spec({"profile_id": "p", "directory": "d"})
+    assert 0 < spec.max_seconds <= 60
+    assert 0 < spec.max_bytes <= 2**30
+    assert spec.step_limit <= 10_000
 
 
 def test_a_capture_ends_in_the_middle_of_recording_when_its_time_is_over(toy):
@@ -189,6 +198,7 @@ def test_a_capture_ends_in_the_middle_of_recording_when_its_time_is_over(toy):
 
 
 def test_a_capture_ends_when_it_has_written_enough(toy):
+    """E47, C11."""
     toy.arm(max_bytes=1000)
     while toy.capture.armed:
         toy.step()
@@ -196,6 +206,7 @@ def test_a_capture_ends_when_it_has_written_enough(toy):
 
 
 def test_stop_gives_the_manifest_once_the_files_are_complete(toy):
+    """E47: they can be read at once."""
     toy.arm()
     toy.step()
     toy.step()
@@ -281,5 +292,6 @@ def test_memory_events_are_recorded_in_the_trace_and_not_as_a_pickle(toy):
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused_with_a_sentence(raw, sentence):
+    """E47: among them profile_by_stage without num_steps."""
     with pytest.raises(BadRequest, match=sentence):
         parse_spec({"profile_id": "p", "directory": "d"} | raw)

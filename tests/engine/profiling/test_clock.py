@@ -15,6 +15,7 @@ slacks = st.integers(min_value=0, max_value=10**6)
     st.lists(st.tuples(times, slacks, slacks, slacks), min_size=1, max_size=6),
 )
 def test_the_true_offset_lies_within_the_stated_uncertainty(offset, markers):
+    """C25."""
     anchors = [
         Anchor(
             monotonic_before_ns=start + offset - before,

@@ -81,6 +81,7 @@ def test_the_output_is_one_gzip_member_since_browsers_read_only_one(tmp_path):
 
 
 def test_a_rank_that_never_reports_makes_the_result_partial_and_is_named(tmp_path):
+    """E45, C10: never plain success."""
     made = whole_profile(tmp_path)
     (tmp_path / "p-dp0-tp1.manifest.json").unlink()
     result = merge(tmp_path, made.profile_id, wait_s=0.05)
@@ -90,6 +91,7 @@ def test_a_rank_that_never_reports_makes_the_result_partial_and_is_named(tmp_pat
 
 
 def test_a_rank_that_reports_late_is_waited_for(tmp_path):
+    """E45, C10: who is expected is known from the start."""
     whole_profile(tmp_path)
     manifest = tmp_path / "p-dp0-tp1.manifest.json"
     hidden = manifest.rename(tmp_path / "elsewhere")
@@ -127,6 +129,7 @@ def test_a_rank_that_had_no_step_to_record_is_there_and_said_to_be_silent(tmp_pa
 
 
 def test_captures_whose_ids_are_prefixes_of_each_other_do_not_mix(tmp_path):
+    """C10: manifests name the files, not a pattern."""
     for profile_id in ("p", "p-dp0", "p1", "p-dp0-tp0"):
         whole_profile(tmp_path, profile_id=profile_id)
     write_trace(tmp_path / "p-x-TP-0.trace.json.gz", [span("foreign", 1, 1)])
@@ -196,6 +199,7 @@ def _fields(segment) -> dict:
 
 
 def test_traces_of_an_sglang_server_merge_with_a_label_about_their_clocks(tmp_path):
+    """C25: without anchors no order is claimed."""
     root = tmp_path / "EP-7-TP-9"  # ranks are read from the file's name, never from the folder's
     root.mkdir()
     for name in ("TP-0-DP-0-EXTEND", "TP-0-DP-0-DECODE", "TP-1-DP-0-DECODE"):
@@ -292,6 +296,7 @@ def test_a_field_that_no_version_of_the_format_has_is_dropped_with_a_warning(tmp
 
 
 def test_clocks_that_are_seconds_apart_are_aligned_by_their_anchors(tmp_path):
+    """C25: 11.56 s between the traces, 40 us in truth."""
     made = ProfileDir(tmp_path, "p", TWO)
     for rank, trace_us, offset_ns in [(TWO[0], 5_000_000.0, 40_000), (TWO[1], 16_560_000.0, 0)]:
         # both ran at monotonic second 100; rank 1's trace clock is 11.56 s ahead of rank 0's
@@ -312,6 +317,7 @@ def test_clocks_that_are_seconds_apart_are_aligned_by_their_anchors(tmp_path):
 
 
 def test_ranks_of_two_hosts_say_that_their_clocks_were_not_compared(tmp_path):
+    """C25."""
     made = ProfileDir(tmp_path, "p", TWO)
     for number, rank in enumerate(TWO):
         segment = made.segment(

@@ -9,55 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.artifacts import Rank
 from engine.errors import NotFound
 from engine.profiling.difference import compare
 from engine.profiling.lanes import covered, self_times, union
-from engine.profiling.manifest import StepMark
 from engine.profiling.summary import read_summary, summarize
-from tests.engine.profiling.traces import BASE_NS, ProfileDir, anchor, named, span
-
-PAIR = [Rank(dp=0, tp=0), Rank(dp=0, tp=1)]
-
-
-def step(number: int, start: float, dur: float, stage: str = "decode") -> dict:
-    name = f"{stage}[step={number} bs=2 toks=2]"
-    return span(name, start, dur, cat="user_annotation")
-
-
-def pair_profile(root, *, slow: float = 0.0, profile_id: str = "p") -> ProfileDir:
-    """Two ranks, two steps of 100 us: 60 of mm (10 of them in copy), then the collective."""
-    made = ProfileDir(root, profile_id, PAIR)
-    for rank in PAIR:
-        late = slow if rank.tp == 1 else 0.0
-        events = [named(9, "python")]
-        for number in range(2):
-            at = 1000.0 + 200 * number
-            events += [
-                step(number, at, 100.0),
-                span("aten::mm", at + 10, 60.0 + late),
-                span("aten::copy_", at + 20, 10.0),
-                span("gloo:all_reduce", at + 70 + late, 20.0 - late),
-                span("quarterdeck.clock.start.0.0", at, 50.0, cat="user_annotation"),
-            ]
-        segment = made.segment(rank, 0, events, anchors=(anchor(BASE_NS, offset_ns=0),))
-        marks = [
-            StepMark(
-                step=n,
-                stage="decode",
-                rows=2,
-                tokens=2,
-                start_ns=0,
-                end_ns=dur_ns,
-                pause_ns=pause_ns,
-                recorded=recorded,
-            )
-            for n, (dur_ns, pause_ns, recorded) in enumerate(
-                [(100_000, 50_000, True), (120_000, 90_000, True), (80_000, 10_000, False)]
-            )
-        ]
-        made.manifest(rank, [segment], steps=marks, final_pause_ns=20_000)
-    return made
+from tests.engine.profiling.traces import PAIR, ProfileDir, pair_profile, span, step
 
 
 def test_operations_are_ordered_by_their_self_time_over_all_ranks(tmp_path):
@@ -135,6 +91,19 @@ def test_the_file_beside_the_trace_reads_back_as_it_was(tmp_path):
     assert summary.timeline.names[longest[4]] == "decode[step=0 bs=2 toks=2]"
 
 
+def test_a_thread_is_one_lane_of_the_timeline_in_all_segments(tmp_path):
+    """Though another thread comes first in the second one; the span over the recording is none."""
+    made = ProfileDir(tmp_path, "p", PAIR[:1])
+    whole = span("PyTorch Profiler (0)", 0.0, 90.0, cat="Trace", pid="Spans", tid="PyTorch")
+    first = [whole, span("aten::mm", 0.0, 50.0), span("other", 5.0, 1.0, tid=10)]
+    second = [span("other", 100.0, 1.0, tid=10), span("aten::mm", 101.0, 50.0)]
+    segments = [made.segment(PAIR[0], at, events) for at, events in enumerate((first, second))]
+    made.manifest(PAIR[0], segments)
+    timeline = summarize(tmp_path, "p").timeline
+    lanes = {(timeline.names[name], lane) for _, _, lane, _, name in timeline.blocks["dp0-tp0"]}
+    assert lanes == {("aten::mm", 0), ("other", 1)}
+
+
 def test_nothing_to_summarize_is_said_so(tmp_path):
     with pytest.raises(NotFound):
         summarize(tmp_path, "p")
@@ -152,11 +121,30 @@ def test_two_profiles_are_compared_per_step_with_the_largest_change_first(tmp_pa
         ("gloo:all_reduce", -7.5),
         ("aten::copy_", 0.0),
     ]
+    assert [op.communication for op in found.ops] == [False, True, False]
     assert found.stages[0].ratio == 1.0
-    files = [str(tmp_path / f"summary-{name}.json") for name in "pq"]
-    command = [sys.executable, "-m", "engine.profiling.difference", *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert found.communication_share == (0.2, 0.125)
+    assert (found.median_step_us, found.largest_gap_us) == ((80.0, 80.0), (210.0, 210.0))
+    assert found.problems == []
+    files = [str(tmp_path / "summary-p.json"), str(tmp_path / "q")]
+    command = [sys.executable, "-m", "engine.profiling.difference"]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout)["after"] == "q"
+    lost = subprocess.run([*command, *files[:1], "/nowhere/r"], capture_output=True, text=True)
+    assert lost.returncode == 1 and lost.stderr.startswith("not compared: ")
+
+
+def test_a_comparison_says_why_two_profiles_are_not_alike(tmp_path):
+    pair_profile(tmp_path)
+    (tmp_path / "q").mkdir()
+    alone = ProfileDir(tmp_path / "q", "q", PAIR)
+    alone.manifest(PAIR[0], [alone.segment(PAIR[0], 0, [span("aten::mm", 0.0, 5.0)])])
+    found = compare(summarize(tmp_path, "p"), summarize(tmp_path / "q", "q"))
+    assert found.problems == [
+        "q is partial, missing dp0-tp1",
+        "q names no steps: its times are of the whole trace",
+        "they hold other ranks: dp0-tp0 dp0-tp1 and dp0-tp0",
+    ]
 
 
 small = st.integers(min_value=0, max_value=40)

@@ -14,11 +14,13 @@ from engine.profiling.manifest import (
     ProfileFile,
     RankManifest,
     Segment,
+    StepMark,
     write_manifest,
     write_profile,
 )
 
 BASE_NS = 1_790_857_026_000_000_000
+PAIR = [Rank(dp=0, tp=0), Rank(dp=0, tp=1)]
 
 
 def span(name: str, ts: float, dur: float, *, pid: Any = 9, tid: Any = 9, **more: Any) -> dict:
@@ -108,3 +110,43 @@ def anchor(trace_ns: int, *, offset_ns: int, width_ns: int = 2_000) -> Anchor:
         trace_start_ns=trace_ns,
         trace_end_ns=trace_ns + 1_000,
     )
+
+
+def step(number: int, start: float, dur: float, stage: str = "decode") -> dict:
+    name = f"{stage}[step={number} bs=2 toks=2]"
+    return span(name, start, dur, cat="user_annotation")
+
+
+def pair_profile(root, *, slow: float = 0.0, profile_id: str = "p") -> ProfileDir:
+    """Two ranks, two steps of 100 us: 60 of mm (10 of them in copy), then the collective."""
+    made = ProfileDir(root, profile_id, PAIR)
+    for rank in PAIR:
+        late = slow if rank.tp == 1 else 0.0
+        events = [named(9, "python")]
+        for number in range(2):
+            at = 1000.0 + 200 * number
+            events += [
+                step(number, at, 100.0),
+                span("aten::mm", at + 10, 60.0 + late),
+                span("aten::copy_", at + 20, 10.0),
+                span("gloo:all_reduce", at + 70 + late, 20.0 - late),
+                span("quarterdeck.clock.start.0.0", at, 50.0, cat="user_annotation"),
+            ]
+        segment = made.segment(rank, 0, events, anchors=(anchor(BASE_NS, offset_ns=0),))
+        marks = [
+            StepMark(
+                step=n,
+                stage="decode",
+                rows=2,
+                tokens=2,
+                start_ns=0,
+                end_ns=dur_ns,
+                pause_ns=pause_ns,
+                recorded=recorded,
+            )
+            for n, (dur_ns, pause_ns, recorded) in enumerate(
+                [(100_000, 50_000, True), (120_000, 90_000, True), (80_000, 10_000, False)]
+            )
+        ]
+        made.manifest(rank, [segment], steps=marks, final_pause_ns=20_000)
+    return made

@@ -15,7 +15,7 @@ from engine import messages as m
 from engine.config import EngineConfig, Limits
 from engine.model.runner import make_runner
 from engine.router.control import ControlDesk, Outcome
-from engine.router.ledger import Spool, load_ledger, save_ledger
+from engine.router.ledger import LedgerFile, Spool, load_ledger
 from engine.router.operations import Operations
 from engine.router.recording_files import drop_recording, open_recording
 from engine.router.registry import Entry
@@ -143,6 +143,7 @@ class Rig:
 
     def start_router(self) -> None:
         self.ledger = load_ledger(self.config)
+        self.ledger_file = LedgerFile(self.config)
         self.spool = Spool(self.config)
         self.session: Session | None = None
         self.state = EngineState(
@@ -191,7 +192,10 @@ class Rig:
         return self.clock
 
     def save_ledger(self) -> None:
-        save_ledger(self.config, self.ledger)
+        self.ledger_file.keep(self.ledger)
+
+    def secure_ledger(self) -> None:
+        self.ledger_file.write(self.ledger)
 
     def broadcast(self) -> None:
         pass

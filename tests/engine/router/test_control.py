@@ -129,6 +129,7 @@ def test_answers_that_nobody_waits_for_are_dropped_and_counted():
 
 
 def test_a_dead_a_deaf_and_a_silent_rank_are_refusals_that_say_why():
+    """C11, C18: no call waits for ever."""
     for how, why in (("deaf", "takes no messages"), ("dead", "died"), ("silent", "no answer")):
         desk = Desk()
         desk.deaf = {1} if how == "deaf" else set()

@@ -69,6 +69,7 @@ def test_a_second_pause_applies_its_mode(rig):
 
 
 def test_a_pause_outlives_a_restart_and_its_lease_too(rig):
+    """C32."""
     rig.call(PAUSE, lease_s=100.0)
     rig.restart()
     assert rig.state.control == "paused" and rig.holding

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from engine.errors import ConfigError
 from engine.messages import (
     BeginWeightUpdateReqInput,
     CommitWeights,
+    ContinueGenerationReqInput,
     EndWeightUpdateReqInput,
     PauseGenerationReqInput,
     PrepareWeights,
@@ -16,7 +19,7 @@ from engine.messages import (
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from engine.router.ledger import load_ledger, save_ledger
+from engine.router.ledger import begin_anew, load_ledger, save_ledger
 from tests.engine.router.rig import Rig
 from tests.engine.weights.checkpoints import corrupt
 
@@ -44,6 +47,7 @@ def lose(rig: Rig, kind: type, dp: int) -> None:
 @pytest.mark.parametrize("kind", [PrepareWeights, SealWeights])
 @pytest.mark.parametrize("dp", [0, 1])
 def test_a_death_before_the_commit_leaves_the_old_epoch(rig, kind, dp):
+    """C13."""
     lose(rig, kind, dp)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1))
     rig.turn(100)
@@ -58,6 +62,7 @@ def test_a_death_before_the_commit_leaves_the_old_epoch(rig, kind, dp):
 
 @pytest.mark.parametrize("dp", [0, 1])
 def test_a_group_that_dies_in_commit_comes_back_on_the_new_epoch(rig, dp):
+    """C13."""
     lose(rig, CommitWeights, dp)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1))
     rig.turn(100)
@@ -83,6 +88,7 @@ def test_a_group_that_came_back_before_the_commit_ended_is_brought_to_the_new_ep
 
 
 def test_when_every_group_dies_in_commit_the_old_epoch_serves_and_the_number_is_spent(rig):
+    """C13."""
     rig.lose = lambda op, dp: isinstance(op, CommitWeights)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1))
     rig.turn(100)
@@ -99,6 +105,7 @@ def test_when_every_group_dies_in_commit_the_old_epoch_serves_and_the_number_is_
 
 
 def test_a_silent_rank_in_prepare_ends_at_the_deadline_and_its_staging_is_dropped(rig):
+    """C13."""
     rig.ranks[1, 0].stopped = True
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1), deadline_s=10.0)
     rig.turn(100)
@@ -153,10 +160,57 @@ def test_a_group_that_is_down_refuses_an_update_at_once(rig):
     assert rig.session is None
 
 
+# --------------------------------------------------------------------------- a full disk
+
+
+@pytest.fixture
+def full_disk(rig):
+    """``engine/state.json`` cannot be written."""
+    engine = Path(rig.config.home) / "engine"
+    engine.mkdir(exist_ok=True)
+    blocker = engine / "state.new"
+    blocker.mkdir()
+    yield blocker
+
+
+def test_an_update_on_a_full_disk_is_refused_before_any_rank_commits(rig, full_disk):
+    outcome = rig.call(DISK, model_path=rig.checkpoint(1))
+    assert (outcome.status_code, outcome.err_type) == (507, "no_space")
+    assert rig.session is None and rig.epochs() == {1}
+    assert (rig.state.control, rig.holding) == ("running", False)
+    full_disk.rmdir()
+    assert rig.call(DISK, model_path=rig.checkpoint(1)).success
+
+
+def test_pause_and_continue_work_on_a_full_disk_and_are_written_when_it_has_room(rig, full_disk):
+    assert rig.call(PauseGenerationReqInput).success
+    assert rig.state.control == "paused" and rig.ledger_file.unsaved
+    assert rig.call(ContinueGenerationReqInput).success
+    assert (rig.state.control, rig.holding) == ("running", False)
+    assert rig.call(PauseGenerationReqInput).success
+    full_disk.rmdir()
+    rig.save_ledger()
+    assert not rig.ledger_file.unsaved and load_ledger(rig.config).pause is not None
+
+
 # --------------------------------------------------------------------------- restarts
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("epochs", {}, "no record of epoch 2"), ("next_epoch", 2, "would be used again"),
+     ("groups", {"1": 9}, "no record of epoch 9"), ("committed", "x", "damaged")],
+)  # fmt: skip
+def test_a_damaged_ledger_stops_the_start_and_never_serves_the_start_model(rig, field, value, said):
+    rig.call(DISK, model_path=rig.checkpoint(1))
+    path = Path(rig.config.home) / "engine" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=said):
+        load_ledger(rig.config)
+
+
 def test_a_restarted_engine_serves_the_last_committed_weights(rig):
+    """C32."""
     rig.call(DISK, model_path=rig.checkpoint(1))
     session = rig.call(BEGIN).result["session_id"]
     for name in ("even.tokens", "odd.tokens"):
@@ -166,6 +220,21 @@ def test_a_restarted_engine_serves_the_last_committed_weights(rig):
     rig.serves(2, epoch=3)
     assert rig.state.name == "running"
     assert rig.call(DISK, model_path=rig.checkpoint(1)).result["epoch"] == 4
+
+
+def test_a_start_that_restores_nothing_serves_the_models_own_weights_as_a_new_epoch(rig):
+    """C32: the off switch."""
+    begin_anew(rig.config)  # before anything was ever loaded it changes nothing
+    rig.restart()
+    rig.serves(0, epoch=1)
+    rig.call(DISK, model_path=rig.checkpoint(1))
+    rig.call(PauseGenerationReqInput)
+    begin_anew(rig.config)
+    rig.restart()
+    rig.serves(0, epoch=3)
+    assert rig.state.name == "running" and rig.state.engine_view().reason == ""
+    assert rig.call(DISK, from_epoch=2).result["epoch"] == 4
+    rig.serves(1, epoch=4)
 
 
 def test_an_engine_that_died_while_committing_serves_the_epoch_before(rig):

@@ -264,6 +264,7 @@ def test_an_update_while_paused_follows_the_pause(rig):
 
 
 def test_the_spool_keeps_what_a_restart_or_a_roll_back_needs_and_no_more(rig):
+    """C13: the router alone deletes what it received."""
     spool = rig.spool.directory
     for index in (1, 2, 3, 4, 5, 6):
         session = rig.call(BEGIN).result["session_id"]

@@ -26,6 +26,8 @@ def test_every_op_that_a_router_can_send_has_its_place(rig, tp):
 
 
 def test_a_call_that_breaks_is_an_answer_with_an_incident(rig):
+    """C19."""
+
     def breaks(op):
         raise RuntimeError("bug")
 

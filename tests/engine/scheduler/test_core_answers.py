@@ -36,6 +36,7 @@ def first_tokens(prompt: list[int], count: int) -> list[int]:
 
 
 def test_each_token_is_a_row_and_the_last_one_says_why_it_ended():
+    """E35: the ids are the new ones alone."""
     rig = Rig()
     rig.run(request("a", [1, 2, 3], max_new_tokens=3, ignore_eos=True))
     rows = rig.rows["a"]
@@ -226,6 +227,7 @@ def test_a_second_request_with_a_live_rid_is_an_error_and_leaves_the_first_alone
 
 
 def test_an_abort_before_the_first_step_has_every_family_empty():
+    """E18."""
     rig = Rig()
     rig.accept(request("a", [1, 2, 3], received_at=98.0, **ALL_FAMILIES))
     assert rig.abort("a") == ["a"]
@@ -252,6 +254,7 @@ def test_an_abort_during_prefill_has_what_was_computed_of_the_prompt():
 
 
 def test_an_abort_after_ten_tokens_keeps_ten_of_everything():
+    """E18."""
     rig = Rig()
     rig.accept(request("a", [1, 2, 3], max_new_tokens=20, ignore_eos=True, **ALL_FAMILIES))
     for _ in range(10):
@@ -277,12 +280,16 @@ def test_a_chunked_prompt_sends_its_logprobs_once_with_the_first_token():
     assert all(row.input_logprobs is None for row in later)
 
 
-def test_families_go_only_to_the_requests_that_asked():
-    rig = Rig()
+@pytest.mark.parametrize("chunk_tokens", [2, 512])
+def test_families_go_only_to_the_requests_that_asked(chunk_tokens):
+    """E38: also in chunks; and output logprobs need no input logprobs."""
+    rig = Rig(Limits(chunk_tokens=chunk_tokens))
+    five = LogprobParams(start_len=0, top_num=5)
     rig.run(
         request("plain", [1, 2, 3], ignore_eos=True),
         request("rich", [4, 5, 6], ignore_eos=True, **ALL_FAMILIES),
         request("output", [7, 8, 9], ignore_eos=True, logprob=LogprobParams()),
+        request("five", [3, 2, 1, 5], ignore_eos=True, logprob=five),
     )
     plain, rich, output = (rig.answer(rid) for rid in ("plain", "rich", "output"))
     assert plain.output_logprobs is plain.entropy is plain.hidden is plain.input_logprobs is None
@@ -290,9 +297,12 @@ def test_families_go_only_to_the_requests_that_asked():
     assert all(len(ids) == 2 for ids in rich.output_logprobs.top.ids)
     assert len(output.output_logprobs.values) == 4
     assert output.output_logprobs.top is output.input_logprobs is None
+    for part in (rig.answer("five").output_logprobs, rig.answer("five").input_logprobs):
+        assert [len(ids) for ids in part.top.ids] == [5] * 4
 
 
 def test_hidden_states_are_those_of_the_request_that_asked():
+    """E37."""
     rig = Rig(Limits(chunk_tokens=2))
     rig.run(
         request("plain", [1, 2, 3, 4], ignore_eos=True),
@@ -323,6 +333,7 @@ def test_aborting_names_exactly_the_live_requests_it_found():
 
 
 def test_a_step_in_flight_does_not_give_a_token_to_an_aborted_request():
+    """E14: it ends within the step."""
     rig = Rig()
     rig.accept(request("a", [1, 2, 3], max_new_tokens=20))
     rig.accept(request("b", [4, 5, 6], max_new_tokens=5, ignore_eos=True))

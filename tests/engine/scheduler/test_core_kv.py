@@ -168,12 +168,35 @@ def test_a_flush_drops_what_no_live_request_holds_and_counts_both():
 
 
 def test_a_flush_with_a_step_in_flight_leaves_its_blocks_alone():
+    """E25."""
     rig = Rig()
     rig.accept(request("a", PROMPT, max_new_tokens=2, ignore_eos=True))
     rig.step(between=rig.core.flush_cache)
     rig.step(between=rig.core.flush_cache)
     rig.core.flush_cache()
     finished(rig)
+    assert rig.core.load().kv_used == 0
+
+
+def test_a_flush_while_the_last_request_ends_under_a_step_in_flight_breaks_nothing():
+    """E25: its result is still to come; whoever gets the freed blocks then is right."""
+    rig = Rig(info=model_info(num_blocks=8))
+    rig.accept(request("last", PROMPT, max_new_tokens=20, ignore_eos=True))
+    rig.step()
+
+    def end_flush_and_begin() -> None:
+        rig.abort("last")
+        assert rig.core.flush_cache().kept == 0
+        rig.accept(request("next", PROMPT[::-1], max_new_tokens=12, ignore_eos=True))
+
+    rig.step(between=end_flush_and_begin)
+    rig.core.flush_cache()
+    rig.drain()
+    answer = rig.answer("next")
+    asked = rig.requests["next"]
+    assert (answer.output_ids, answer.finish) == alone(asked, rig.info, rig.limits)
+    assert rig.cached("next") == 0
+    rig.core.flush_cache()
     assert rig.core.load().kv_used == 0
 
 
