@@ -9,7 +9,16 @@ from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser
 
-PAGES = ("/fleet/", "/playground/", "/connect/", "/keys/")
+PAGES = (
+    "/fleet/",
+    "/playground/",
+    "/requests/",
+    "/weights/",
+    "/jobs/",
+    "/jobs/audit/",
+    "/connect/",
+    "/keys/",
+)
 
 NAMELESS = """() => [...document.querySelectorAll("button, a[href], input, select, textarea")]
   .filter((e) => e.checkVisibility() && e.type !== "hidden")
