@@ -136,18 +136,24 @@ def test_a_dead_engine_ends_requests_at_once_and_is_started_again(tree):
         response = answer.result(timeout=6)
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
-    unready: set[str] = set()
-
-    def nobody_is_ready() -> bool:
-        asked = tree.get("/ready")
-        if asked.status_code == 503:
-            unready.add(asked.headers["x-quarterdeck-worker"])
-        return unready == {"1", "2"}
-
-    eventually(nobody_is_ready, 3, tree)
+    each_worker_says(tree, 503, 3)
     assert tree.get("/health").status_code == 200
     assert tree.fleet()["engine"]["state"] != "running" or restarted(tree, "engine", dead)
     eventually(lambda: tree.get("/health_generate").status_code == 200, 60, tree)
+    each_worker_says(tree, 200, 10)
+
+
+def each_worker_says(tree: Tree, status: int, timeout_s: float) -> None:
+    """``/ready`` of both."""
+    said: set[str] = set()
+
+    def all_said() -> bool:
+        asked = tree.get("/ready")
+        if asked.status_code == status:
+            said.add(asked.headers["x-quarterdeck-worker"])
+        return said == {"1", "2"}
+
+    eventually(all_said, timeout_s, tree)
 
 
 # ---------------------------------------------------------------- start and stop
