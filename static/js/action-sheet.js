@@ -12,10 +12,18 @@ import { openSheet } from "./sheet.js";
 
 const PREVIEW_WAIT_MS = 250;
 
-/** Opens the sheet of an action. `given` are fields that are fixed by where it was opened from. */
-export function openAction(name, given = {}) {
-  const template = document.getElementById(`action-${name}`);
-  new ActionSheet(name, template.dataset, fromTemplate(`action-${name}`), given).open();
+/**
+ * Opens the sheet of an action. `given` are fields that are fixed by where it was opened from;
+ * `words` names the template when it is not the action's own.
+ */
+export function openAction(name, given = {}, words = name) {
+  const template = document.getElementById(`action-${words}`);
+  new ActionSheet(name, template.dataset, fromTemplate(`action-${words}`), given).open();
+}
+
+/** Whether the page has the action's sheet: only for those who may act. */
+export function mayAct(name) {
+  return document.getElementById(`action-${name}`) !== null;
 }
 
 /** Wires every [data-action] of the page; its other data- attributes become given fields. */

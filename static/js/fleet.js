@@ -1,6 +1,7 @@
 // Fleet page: rank cards, worker table, charts; all from the one fleet feed.
 
 import "./charts.js";
+import { mayAct, openAction } from "./action-sheet.js";
 import { drawSpark } from "./charts.js";
 import { get } from "./api.js";
 import { fill, fromTemplate, h, icon, setData } from "./dom.js";
@@ -8,6 +9,7 @@ import { feed } from "./feed.js";
 import { ageOf, byId, isLoaded, toneOf, totals, versionLine } from "./fleet-state.js";
 import { ago, bytes, count, duration, percent, ramp, rate, stepName, when } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
+import { addCommands } from "./palette.js";
 import { SampleWindow, epochMarks } from "./series.js";
 import { facts, onSheetClose, openSheet, setFacts } from "./sheet.js";
 
@@ -168,7 +170,18 @@ function showRank(dp, tp) {
     const rank = feed.snapshot.ranks.find((one) => one.dp === dp && one.tp === tp);
     return rank && [["", rankFacts(rank)], ["Since start", rankTotals(rank)]];
   };
-  showDetail(`Rank dp${dp} · tp${tp}`, lists, [chatLink(`rank:${dp}`, `dp${dp}`)]);
+  showDetail(`Rank dp${dp} · tp${tp}`, lists, [chatLink(`rank:${dp}`, `dp${dp}`), requestsLink(`dp${dp}`), ...drainButton(dp)]);
+}
+
+function requestsLink(words) {
+  return h("a", { class: "button", href: `/requests/?q=${encodeURIComponent(words)}` }, icon("requests"), "Its requests");
+}
+
+function drainButton(dp) {
+  if (!mayAct("drain_rank")) return [];
+  const drained = feed.snapshot.ranks.some((rank) => rank.dp === dp && rank.state === "draining");
+  const act = () => (drained ? openAction("drain_rank", { dp, drain: false }, "put_back") : openAction("drain_rank", { dp }));
+  return [h("button", { type: "button", class: "button", onclick: act }, drained ? "Put rank back" : "Drain rank")];
 }
 
 function rankFacts(rank) {
@@ -193,7 +206,7 @@ function showWorker(id) {
     const worker = find();
     return worker && [["", workerFacts(worker)]];
   };
-  showDetail(`Worker ${id}`, lists, find()?.kind === "web" ? [chatLink(`worker:${id}`, `worker ${id}`)] : []);
+  showDetail(`Worker ${id}`, lists, find()?.kind === "web" ? [chatLink(`worker:${id}`, `worker ${id}`), requestsLink(`worker ${id}`)] : []);
 }
 
 function workerFacts(worker) {
@@ -203,6 +216,23 @@ function workerFacts(worker) {
     ["Inbox", h("code", {}, worker.ipc)], ["Reached by", worker.via ? h("code", {}, worker.via) : null],
   ];
 }
+
+// -- the engine's actions --
+
+const ACTIONS = [["pause", "Pause engine"], ["continue", "Continue engine"], ["flush_cache", "Flush cache"], ["abort_all", "Abort all requests"]];
+const pauseButton = document.getElementById("pause-or-continue");
+
+function drawPause({ engine }) {
+  if (!pauseButton) return;
+  const name = engine.state === "paused" ? "continue" : "pause";
+  pauseButton.hidden = engine.state === "unreachable";
+  if (pauseButton.dataset.name === name) return;
+  pauseButton.dataset.name = name;
+  pauseButton.textContent = ACTIONS.find(([one]) => one === name)[1];
+}
+
+pauseButton?.addEventListener("click", () => openAction(pauseButton.dataset.name));
+addCommands(() => ACTIONS.filter(([name]) => mayAct(name)).map(([name, label]) => ({ label, kind: "Engine", icon: "fleet", run: () => openAction(name) })));
 
 // -- charts --
 
@@ -246,6 +276,7 @@ function draw() {
   samples.push(snapshot.at, snapshot.sample);
   if (document.hidden) return;
   drawEngine(snapshot);
+  drawPause(snapshot);
   drawRanks(snapshot);
   drawWorkers(snapshot);
   drawSparks();
@@ -256,9 +287,13 @@ function draw() {
   openDetail?.();
 }
 
-await loadHistory();
+let lost = false;
 feed.addEventListener("change", draw);
-feed.addEventListener("connection", () => feed.connection.name === "open" && loadHistory());
+feed.addEventListener("connection", () => {
+  const open = feed.connection.name === "open";
+  if (open && lost) loadHistory();
+  lost = !open;
+});
 document.addEventListener("visibilitychange", async () => {
   if (document.hidden) return;
   await loadHistory(); // a hidden page hears less
@@ -267,3 +302,4 @@ document.addEventListener("visibilitychange", async () => {
 document.addEventListener("qd-theme", () => drawSparks());
 setInterval(() => document.hidden || drawAges(), 1000);
 draw();
+loadHistory().then(draw);

@@ -5,11 +5,11 @@
 // phase: queued | prefill | decode | held | ending
 
 import { get } from "./api.js";
-import { fill, fromTemplate, setData } from "./dom.js";
+import { fill, fromTemplate, h, setData } from "./dom.js";
 import { count, duration, ramp, stepName } from "./format.js";
 import { KeyedRows } from "./keyed-rows.js";
-import { openAction, startActions } from "./action-sheet.js";
-import { facts, openSheet } from "./sheet.js";
+import { mayAct, openAction, startActions } from "./action-sheet.js";
+import { facts, onSheetClose, openSheet, setFacts } from "./sheet.js";
 
 const EVERY_MS = 1000;
 const TONES = { queued: "info", prefill: "info", decode: "ok", held: "warn", ending: "warn" };
@@ -17,6 +17,7 @@ const TONES = { queued: "info", prefill: "info", decode: "ok", held: "warn", end
 const page = document.getElementById("requests");
 const filter = document.getElementById("request-filter");
 let newest = [];
+let openDetail = null; // redraws the open sheet
 
 const rows = new KeyedRows(document.getElementById("request-table"), {
   keyOf: ({ rid }) => rid,
@@ -51,11 +52,22 @@ function progress({ phase, prompt_tokens: prompt, prefilled_tokens: filled, outp
 function show(rid) {
   const request = newest.find((one) => one.rid === rid);
   if (!request) return;
-  openSheet("Request", [facts([
+  const list = facts(factsOf(request));
+  const abort = mayAct("abort_request") ? [h("button", { type: "button", class: "button danger", onclick: () => openAction("abort_request", { rid }) }, "Abort request")] : [];
+  openSheet("Request", [list], abort);
+  openDetail = () => {
+    const now = newest.find((one) => one.rid === rid);
+    setFacts(list, factsOf(now ?? { ...request, phase: "ended" }));
+  };
+  onSheetClose(() => { openDetail = null; });
+}
+
+function factsOf(request) {
+  return [
     ["Id", request.rid], ["Phase", request.phase], ["Progress", progress(request)], ["Age", duration(request.age_s)], ["Worker", request.worker],
     ["Rank", request.dp === null ? null : `dp${request.dp}`], ["Weights", stepName(request.token_step, request.epoch)], ["Prompt", `${count(request.prompt_tokens)} tokens`],
     ["Priority", request.priority], ["Sent by", request.actor],
-  ])]);
+  ];
 }
 
 function matches(request) {
@@ -78,12 +90,14 @@ async function refresh() {
     newest = (await get("/api/requests")).requests;
     problem.hidden = true;
     draw();
+    openDetail?.();
   } catch (error) {
     problem.hidden = false;
     fill(problem, { text: `The list cannot be read: ${error.message} What is shown is old.` });
   }
 }
 
+filter.value = new URLSearchParams(location.search).get("q") ?? "";
 filter.addEventListener("input", draw);
 startActions();
 refresh();

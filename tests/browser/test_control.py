@@ -120,9 +120,35 @@ def test_a_request_in_flight_is_seen_and_aborted(page: Page, served):
         expect(row).to_have_count(0, timeout=10_000)
 
 
-def test_a_pause_is_seen_on_every_page_and_ended(page: Page, served):
+def act(page: Page, verb: str) -> None:
+    sheet = page.get_by_role("dialog")
+    expect(sheet.get_by_label("Reason")).to_be_focused()
+    sheet.get_by_label("Reason").fill("to look at it")
+    sheet.get_by_role("button", name=verb).click()
+    expect(page.locator("#job-chips")).to_contain_text("done", timeout=15_000)
+
+
+def test_the_engine_is_paused_and_continued_from_its_page(page: Page, served):
     page.goto(f"{served.url}/fleet/")
-    served.post("/pause_generation", {"mode": "retract"})
+    page.get_by_role("button", name="Pause engine").click()
+    act(page, "Pause engine")
     expect(page.locator("#statebar")).to_contain_text("paused", ignore_case=True, timeout=5_000)
-    served.post("/continue_generation", {})
+    page.get_by_role("button", name="Continue engine").click()
+    act(page, "Continue engine")
     expect(page.locator("#statebar")).to_be_hidden(timeout=5_000)
+
+
+def test_a_rank_is_drained_and_put_back_from_its_sheet(page: Page, served):
+    page.goto(f"{served.url}/fleet/")
+    card = page.get_by_role("button", name=re.compile("dp1 · tp0"))
+    card.click()
+    expect(page.get_by_role("link", name="Its requests")).to_have_attribute(
+        "href", "/requests/?q=dp1"
+    )
+    page.get_by_role("button", name="Drain rank").click()
+    act(page, "Drain rank")
+    expect(card).to_contain_text("draining", timeout=5_000)
+    card.click()
+    page.get_by_role("button", name="Put rank back").click()
+    act(page, "Put rank back")
+    expect(card).to_contain_text("running", timeout=5_000)

@@ -9,7 +9,16 @@ from playwright.sync_api import Page, expect
 
 pytestmark = pytest.mark.browser
 
-PAGES = ("/fleet/", "/playground/", "/connect/", "/keys/")
+PAGES = (
+    "/fleet/",
+    "/playground/",
+    "/requests/",
+    "/weights/",
+    "/jobs/",
+    "/jobs/audit/",
+    "/connect/",
+    "/keys/",
+)
 
 NAMELESS = """() => [...document.querySelectorAll("button, a[href], input, select, textarea")]
   .filter((e) => e.checkVisibility() && e.type !== "hidden")
@@ -162,6 +171,7 @@ def test_a_key_is_shown_once_and_can_be_revoked(page, served):
 
 
 def test_the_palette_and_the_table_keys_need_no_mouse(page, served):
+    expect(page.get_by_role("row", name=re.compile("^2 web"))).to_be_visible()
     page.keyboard.press("j")
     page.keyboard.press("j")
     page.keyboard.press("Enter")
