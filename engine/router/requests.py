@@ -7,6 +7,7 @@ here leaves with exactly one terminal row: from its rank, or from here when no r
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from engine.router.state import EngineState
 
 QUARANTINE_S = 600.0
 DEATHS_BEFORE_QUARANTINE = 2
+DELIVERY_S = 15.0  # after its end, a request's last rows may still be with its detokenizer
 
 
 class Sockets(Protocol):
@@ -50,6 +52,7 @@ class RequestDesk:
         self._held: dict[str, m.TokenizedGenerateReqInput] = {}
         self._holding = False
         self._deaths: dict[int, tuple[int, float]] = {}  # fingerprint -> (deaths, newest)
+        self._ended: deque[tuple[float, Entry]] = deque()  # whose answer may be under way
 
     # ------------------------------------------------------------------ admission
 
@@ -99,6 +102,8 @@ class RequestDesk:
             if entry.rid not in self._held:
                 self._registry.remove(entry.rid)
                 self._count("reservations_expired")
+        while self._ended and now - self._ended[0][0] > DELIVERY_S:
+            self._ended.popleft()
         self._deaths = {
             key: value for key, value in self._deaths.items() if now - value[1] < QUARANTINE_S
         }
@@ -196,6 +201,7 @@ class RequestDesk:
 
     def _forget(self, entry: Entry) -> None:
         self._registry.remove(entry.rid)
+        self._ended.append((time.time(), entry))
         if entry.dp is not None:
             self._open_tokens[entry.dp].pop(entry.rid, None)
 
@@ -262,7 +268,11 @@ class RequestDesk:
         self._count("rank_deaths")
 
     def detokenizer_down(self, message: m.ProcessDown) -> None:
-        """Its state is lost: those requests end straight to their inboxes."""
+        """Its state is lost: those requests end straight to their inboxes.
+
+        So do those that have ended a moment ago: their last rows may have died with it. Whoever
+        had them takes no second end.
+        """
         finish = m.Finish(
             type="abort",
             status_code=503,
@@ -274,9 +284,15 @@ class RequestDesk:
             if entry.dp is not None
             and detokenizer_of(entry.rid, self._config.detokenizers) == message.index
         ]  # fmt: skip
+        under_way = [
+            entry for _, entry in self._ended
+            if detokenizer_of(entry.rid, self._config.detokenizers) == message.index
+            and entry.rid not in self._registry.entries
+        ]  # fmt: skip
         self.end_in_ranks(lost, "its detokenizer died", silent=True)
         for entry in lost:
             self._forget(entry)
+        for entry in (*lost, *under_way):
             row = m.row_for(entry, m.StrRow, finish=finish)
             self._sockets.to_inbox(entry.http_worker_ipc, m.BatchStrOutput(rows=[row]))
         self._count("detokenizer_deaths")
