@@ -433,7 +433,8 @@ def test_emergencies_work_while_the_database_is_away_and_are_recorded_later(tree
         told = tree.manage("control", "pause", "--reason", away.__name__)
         assert "done" in told
         assert tree.fleet()["engine"]["state"] == "paused"
-        assert tree.post("/flush_cache", {}).status_code == 503 or away is locked_database
+        if away is no_database:  # behind a lock it would be patient
+            assert tree.post("/flush_cache", {}).status_code == 503
         tree.manage("control", "continue", "--reason", away.__name__)
 
     def recorded() -> bool:

@@ -287,6 +287,13 @@ class Rig:
             self.turn()
         return outcomes[0]
 
+    def until_held(self, timeout_s: float = 5.0) -> None:
+        """Until an update that lets run what runs has prepared, and holds what is new."""
+        until = time.monotonic() + timeout_s
+        while not self.holding:
+            assert time.monotonic() < until, "nothing is held"
+            self.turn()
+
     def turn(self, count: int = 1) -> None:
         """Every rank's loop once, then the router's."""
         for _ in range(count):

@@ -46,7 +46,10 @@ def desk(wire, tmp_path) -> RequestDesk:
     config = EngineConfig(home=str(tmp_path), model_path="m", backend="scripted")
     state = EngineState(dp=1, tp=1, model="m", generation=1, ledger=Ledger())
     state.ranks[0, 0].up = True
-    return RequestDesk(config, Registry(), state, wire, Counter().update)
+    registry = Registry()
+    lease = m.Lease(inbox=INBOX, kind="web", worker_id="1", generation=1, pid=1)
+    registry.renew(lease, time.time())
+    return RequestDesk(config, registry, state, wire, Counter().update)
 
 
 def submit(desk: RequestDesk, rid: str) -> None:

@@ -52,7 +52,7 @@ def test_finish_waits_for_what_runs_and_holds_what_is_new(rig):
     rig.generate("old", tokens=30)
     rig.turn(3)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1), in_flight="finish")
-    rig.turn(5)
+    rig.until_held()
     rig.generate("new")
     assert rig.finished(outcomes).success
     rig.drain()
@@ -99,8 +99,7 @@ def test_a_drain_that_takes_too_long_changes_nothing_and_releases_what_was_held(
     rig.generate("long", tokens=1000)
     rig.turn(2)
     outcomes = rig.send(DISK, model_path=rig.checkpoint(1), drain_timeout_s=5.0)
-    for _ in range(20):
-        rig.turn()
+    rig.until_held()
     rig.generate("held")
     rig.clock += 6.0
     outcome = rig.finished(outcomes)
