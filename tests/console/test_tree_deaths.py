@@ -224,10 +224,10 @@ def test_nothing_of_ours_is_left_however_the_supervisor_ends(tmp_path, ending):
     if ending == signal.SIGKILL:  # which leaves more behind
         with running_tree(tmp_path) as again:
             assert again.get("/health_generate").status_code == 200
-        serves = {"weight_version": "v7", "token_step": 7, "epoch": loaded["epoch"]}
-        assert again.get("/get_weight_version").json() == serves
-        known = again.get(f"/api/jobs/{job['id']}").json()["job"]
-        assert known | {"curl": ""} == job | {"curl": ""}  # the port is another one
+            serves = {"weight_version": "v7", "token_step": 7, "epoch": loaded["epoch"]}
+            assert again.get("/get_weight_version").json() == serves
+            known = again.get(f"/api/jobs/{job['id']}").json()["job"]
+            assert known | {"curl": ""} == job | {"curl": ""}  # the port is another one
 
 
 def alive(process: psutil.Process) -> bool:
