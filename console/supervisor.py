@@ -152,6 +152,8 @@ class Supervisor:
 
     def startup(self) -> None:
         os.environ[PARENT_PID] = str(os.getpid())
+        # glibc gives every new thread an arena of its own, which then only grows
+        os.environ.setdefault("MALLOC_ARENA_MAX", "2")
         self._listeners = open_listeners()
         self._workers = [
             settings.QUARTERDECK_SOCKETS / f"worker-{number}.sock"

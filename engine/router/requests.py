@@ -21,7 +21,7 @@ from engine.router.state import EngineState
 
 QUARANTINE_S = 600.0
 DEATHS_BEFORE_QUARANTINE = 2
-DELIVERY_S = 15.0  # after its end, a request's last rows may still be with its detokenizer
+DELIVERY_S = 2.0  # after its end, a request's last rows may still be with its detokenizer
 
 
 class Sockets(Protocol):
