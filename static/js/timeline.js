@@ -50,7 +50,7 @@ class Timeline extends HTMLElement {
     setData(group, "ramp", ramp(version.epoch));
     group.append(s("title", {}, `${version.weight_version}, epoch ${version.epoch}, served ${served} since ${when(version.started_at, to)}`),
       s("rect", { x, y: top, width: Math.max(1, width - 1), height, class: "fill" }), s("rect", { x, y: top, width: Math.max(1, width - 1), height: 4, class: "edge" }));
-    if (label) group.append(s("text", { x: x + 6, y: top + 18, class: "label" }, label));
+    if (label) group.append(s("text", { x: x + 6, y: top + (lane ? 16 : 18), class: "label" }, label));
     const choose = () => this.dispatchEvent(new CustomEvent("qd-version", { detail: version }));
     group.addEventListener("click", choose);
     group.addEventListener("keydown", (event) => event.key === "Enter" && choose());

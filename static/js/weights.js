@@ -26,14 +26,14 @@ let picture = null;
 let seen = feed.snapshot?.ranks.map(({ epoch }) => epoch).join() ?? "";
 let soon = 0;
 let readAt = 0; // performance.now() when the picture came
-let span = ""; // "": a day, or all when that is less than an hour
+let span = ""; // "": a day, or all when that is less
 
 /** The server's clock now: the newest version is still served while the page is open. */
 const nowS = () => picture.now + (performance.now() - readAt) / 1000;
 
 function drawTimeline() {
   const oldest = picture.versions.at(-1)?.started_at ?? nowS() - SPANS_S.hour;
-  span ||= nowS() - oldest < SPANS_S.hour ? "all" : "day";
+  span ||= nowS() - oldest < SPANS_S.day ? "all" : "day";
   const from = span === "all" ? oldest : nowS() - SPANS_S[span];
   timeline.show({ versions: picture.versions, updates: picture.updates, from, to: nowS() });
   for (const button of page.querySelectorAll("[data-span]")) button.setAttribute("aria-pressed", String(button.dataset.span === span));
